@@ -144,8 +144,8 @@ if TYPE_CHECKING:
     from luthier.objectives.measures import measure as measure
     from luthier.objectives.pair_formulas import Counterparts as Counterparts
     from luthier.objectives.pair_formulas import PairBaselines as PairBaselines
+    from luthier.objectives.pair_formulas import PairScores as PairScores
     from luthier.objectives.pair_formulas import PairSettings as PairSettings
-    from luthier.objectives.pair_scores import PairScores as PairScores
     from luthier.objectives.token_losses import TokenLoss as TokenLoss
     from luthier.objectives.token_losses import TokenQuantities as TokenQuantities
     from luthier.objectives.token_losses import TokenSettings as TokenSettings
@@ -215,8 +215,8 @@ if TYPE_CHECKING:
     from luthier.store.store import SampleStore as SampleStore
     from luthier.templating.limits import TemplateLimits as TemplateLimits
     from luthier.templating.limits import TemplateSettings as TemplateSettings
-    from luthier.training.losses.compared_losses import micro_loss as micro_loss
     from luthier.training.losses.parts import ObjectiveParts as ObjectiveParts
+    from luthier.training.losses.parts import micro_loss as micro_loss
     from luthier.training.losses.step_losses import MicroLoss as MicroLoss
     from luthier.training.losses.step_losses import Stateless as Stateless
     from luthier.training.losses.step_losses import StepLosses as StepLosses

@@ -15,7 +15,7 @@ from luthier.config.optimizers import optimizer_table
 from luthier.config.words import config_reference
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.media.families.table import family_table
-from luthier.objectives.loss_table import loss_table
+from luthier.objectives.settings import loss_table
 from luthier.presets.named_templates import templates_table
 
 ROOT = Path(__file__).resolve().parents[1]

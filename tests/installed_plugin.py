@@ -79,7 +79,7 @@ def family() -> dict[str, Any]:
     """Its family, against the processor that it describes."""
     import numpy as np
 
-    from luthier.media.processors.batching import merge_features
+    from luthier.media.processors.calling import merge_features
     from luthier.media.processors.processor import MediaProcessor
     from tests.media.test_media_adding_a_family import PostcardImageProcessor, PostcardProcessor
     from tests.media.test_media_batching import decoded

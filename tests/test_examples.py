@@ -11,8 +11,8 @@ import pytest
 from luthier.cli.main import EXIT_USER, run
 from luthier.config.loading import load_config, load_config_text
 from luthier.errors import ConfigError
-from luthier.presets.lookups import DECLARATION
-from luthier.rewards.tool_processes import ToolBox
+from luthier.presets.skills import DECLARATION
+from luthier.rewards.function_process import ToolBox
 from tests.conftest import refused
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -78,7 +78,7 @@ def diff(
 
         output.console.print(diff_report(found))
         if html is not None:
-            from luthier.check.diff.html import diff_html
+            from luthier.check.diff.terminal import diff_html
 
             write_text(html, diff_html(found))
             output.console.print(f"[dim]page in[/] {html}", highlight=False)

@@ -20,18 +20,7 @@ import typer
 from rich.text import Text
 
 from luthier import __version__
-from luthier.cli import (
-    chat,
-    comparison,
-    configuring,
-    exporting,
-    inspection,
-    prediction,
-    serving,
-    store,
-    training,
-    verification,
-)
+from luthier.cli import chat, comparison, configuring, exporting, inspection, prediction, store, training
 from luthier.cli.output import STDOUT, as_mistake, error_as_json
 from luthier.errors import ConfigError, RowError, UserError
 from luthier.terminal import stderr_terminal
@@ -84,11 +73,11 @@ app.command("chat", rich_help_panel="Run")(chat.chat)
 app.command("predict", rich_help_panel="Run")(prediction.predict)
 app.command("eval", rich_help_panel="Run")(prediction.evaluate)
 app.command("compare", rich_help_panel="Run")(comparison.compare)
-app.command("serve", rich_help_panel="Run")(serving.serve)
+app.command("serve", rich_help_panel="Run")(prediction.serve)
 app.command("rollouts", rich_help_panel="Run")(inspection.rollouts)
 app.command("export", rich_help_panel="Run")(exporting.export)
 app.command("show", rich_help_panel="Look before you train")(inspection.show)
-app.command("verify", rich_help_panel="Look before you train")(verification.verify)
+app.command("verify", rich_help_panel="Look before you train")(inspection.verify)
 app.command("diff", rich_help_panel="Look before you train")(comparison.diff)
 app.command("plan", rich_help_panel="Look before you train")(inspection.plan)
 app.command("stats", rich_help_panel="Look before you train")(inspection.stats)

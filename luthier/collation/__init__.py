@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from luthier.collation.collator import collate_packs, collate_trees, to_batch
+from luthier.collation.collator import (
+    collate_packs,
+    collate_trees,
+    has_only_text,
+    only_segments,
+    paths_of_row,
+    to_batch,
+    unpacked,
+)
 from luthier.collation.grid import CollateSettings, Grid, blank_grid, lay_out, lay_out_trees
 from luthier.collation.media_inputs import MediaInputs
-from luthier.collation.selecting import has_only_text, only_segments, paths_of_row, unpacked
 
 __all__ = [
     "CollateSettings",

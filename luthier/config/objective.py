@@ -111,7 +111,7 @@ OBJECTIVES: Table[Objective] = Table(
                 name="rm",
                 rows=RowKind.PAIR,
                 default_loss="bradley_terry",
-                losses="luthier.training.losses.rewards:reward_losses",
+                losses="luthier.training.losses.pairs:reward_losses",
                 has_head=False,
             ),
             Objective(

@@ -20,8 +20,15 @@ import tokenizers
 from numpy.typing import NDArray
 
 from luthier.config.choices import TokenizerBackend
-from luthier.encoding.checked_encoder import Backend, CheckedEncoder, probe_texts
-from luthier.encoding.text_encoders import BadTexts, FastokensEncoder, HuggingFaceEncoder, unflatten
+from luthier.encoding.text_encoders import (
+    Backend,
+    BadTexts,
+    CheckedEncoder,
+    FastokensEncoder,
+    HuggingFaceEncoder,
+    probe_texts,
+    unflatten,
+)
 from luthier.encoding.tokenizer_files import (
     TokenizerFiles,
     find_files,

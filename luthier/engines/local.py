@@ -20,7 +20,7 @@ from luthier.engines.answering import Answerer, Answering
 from luthier.engines.engine import Completion, Ids, NewTokens, Refusal, Request, Session
 from luthier.engines.joined import rows_can_join
 from luthier.engines.local_session import LocalSession
-from luthier.models.compiled import uncompiled
+from luthier.models.sharding import uncompiled
 from luthier.records import MediaItem
 
 NO_ADAPTER = "<base>"

@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import shutil
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -18,18 +25,36 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from luthier.config.choices import MixtureBy
 from luthier.config.inputs import MediaCache
 from luthier.config.schema import Packing, RunConfig, SourceConfig
-from luthier.errors import SourceError, UserError
-from luthier.loader.feed_files import ALIVE, FACTS, FAILED, Failure, FeedFacts, FeedJob, portion_file
-from luthier.loader.feeding import run_feed
-from luthier.loader.settings import units_of
+from luthier.encoding.encoder import Encoder
+from luthier.errors import SourceError, StoreError, UserError
+from luthier.loader.feed_files import (
+    ALIVE,
+    BEAT_SECONDS,
+    FACTS,
+    FAILED,
+    Failure,
+    FeedFacts,
+    FeedJob,
+    FeedPlace,
+    portion_file,
+    publish,
+)
+from luthier.loader.settings import mixture_of, units_of
+from luthier.packing import EpochOrder, RowOrder
+from luthier.packing.order import hold_out_part
 from luthier.preparation.portions import ResolvedPortion
-from luthier.sources import resolve_sources
+from luthier.preparation.prepare import QUARANTINE_FILE
+from luthier.preparation.prepared import Quarantine, empty_side, num_held_out
+from luthier.preparation.resolver import resolve_portions
+from luthier.sources import RowIndex, Source, open_sources, resolve_sources
 from luthier.sources.files import find_files
-from luthier.store.manifest import FEEDS
+from luthier.store.manifest import FEEDS, SPOOL
 from luthier.store.shard_reader import store_gone
 from luthier.store.store import store_folder
 
@@ -176,3 +201,209 @@ def _num_bytes(sources: list[SourceConfig]) -> int:
         except SourceError:  # not of files, or missing: whoever opens it says so
             return 0
     return total
+
+
+# ----------- The feed's own process: index the sources, then resolve the rows that training needs, in the order of need
+
+
+Ints = NDArray[np.int64]
+
+FIRST_PORTION = 256  # rows: the first step does not wait for more than it needs
+PORTION = 4096
+SECONDS_LEFT = 3.0
+PORTIONS_IN_HASTE, NICENESS = 3, 10
+MOST_PORTIONS = 500  # of a run: each is a shard of the store
+
+
+def run_feed(job: FeedJob, lifeline: Connection) -> None:
+    """The process's life. What stops it is written down for the readers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    feeding = _Feeding(job)
+    threading.Thread(target=feeding.watch, args=(lifeline,), daemon=True).start()
+    try:
+        feeding.run()
+    except BaseException as error:  # noqa: BLE001  the edge of a process: the readers raise it again
+        if not isinstance(error, UserError):
+            traceback.print_exc()
+        with suppress(StoreError):  # without the folder, which the readers then tell
+            publish(job.folder / FAILED, msgspec.json.encode(Failure.of(error)))
+
+
+class _Feeding:
+    def __init__(self, job: FeedJob) -> None:
+        self.config = config = job.config
+        self.folder, self.after = job.folder, job.after
+        self.num_handed, self.num_files = Counter[str](), Counter[str]()  # portions of each kind, and their files
+        self.num_tried = self.num_kept = 0  # of the rows that are evaluated on
+        self.stop = threading.Event()
+        self.quarantine = Quarantine(config.output.dir / QUARANTINE_FILE)
+
+    def watch(self, lifeline: Connection) -> None:
+        """Give signs of life until the parent lets go, or dies; then there is little time left."""
+        beats = itertools.count()
+        with suppress(EOFError, OSError):
+            self._beat(next(beats))
+            while not lifeline.poll(BEAT_SECONDS):
+                self._beat(next(beats))
+            lifeline.recv_bytes()
+        self.stop.set()
+        time.sleep(SECONDS_LEFT)
+        self.quarantine.close()
+        os._exit(0)  # in the midst of a portion; whatever it encodes in other processes ends with it
+
+    def _beat(self, number: int) -> None:
+        with suppress(StoreError):  # what cannot be written will be told of a portion
+            publish(self.folder / ALIVE, str(number).encode())
+
+    def run(self) -> None:
+        config = self.config
+        train_configs, eval_configs = resolve_sources(config.data)
+        seed = config.runtime.seed
+        train = open_sources(train_configs, seed=seed)
+        evaluation = open_sources(eval_configs, seed=seed) if eval_configs else []
+        encoder = Encoder.from_config(config)
+        self.store = store_folder(config.data.store, encoder.fingerprint)
+        self.encoder = encoder
+        train_indexes, eval_indexes = self._indexes(train), self._indexes(evaluation)
+        sizes = tuple(len(index) for index in train_indexes)
+        with self.quarantine:
+            if evaluation:
+                everything = np.arange(sum(map(len, eval_indexes)), dtype=np.int64)
+                self._resolve("eval", evaluation, eval_indexes, _cut_up(everything))
+            else:
+                self._hold_out(train, train_indexes, sum(sizes))
+            order = RowOrder(
+                counts=sizes,
+                mixture=mixture_of(config, [source.config.weight for source in train]),
+                seed=seed,
+                held_out=np.sort(hold_out_part(sum(sizes), 0, self.num_tried, seed=seed)),
+            )
+            self._publish_facts(train, train_indexes, evaluation)
+            self._resolve("train", train, train_indexes, needed_portions(order, self.after))
+
+    def _hold_out(self, train: Sequence[Source], indexes: Sequence[RowIndex], num_rows: int) -> None:
+        """Resolve the rows that are held out, and others in place of those that are lost."""
+        size, seed = self.config.data.eval_split, self.config.runtime.seed
+        wanted = num_held_out(size, num_rows) if size else 0
+        if size and not 0 < wanted < num_rows:
+            raise empty_side(size, wanted, num_rows)
+        while self.num_kept < wanted and self.num_tried < num_rows:
+            missing = wanted - self.num_kept
+            rows = np.sort(hold_out_part(num_rows, self.num_tried, self.num_tried + missing, seed=seed))
+            self.num_tried += len(rows)
+            self._resolve("eval", train, indexes, _cut_up(rows))
+            if self.stop.is_set():
+                return
+
+    def _indexes(self, sources: Sequence[Source]) -> list[RowIndex]:
+        spool = self.store.parent / SPOOL
+        found = []
+        for source in sources:
+            index = source.index(spool=spool)
+            if index is None:
+                raise UserError(
+                    f"{source.name}: a stream cannot be shuffled as a whole",
+                    hint="set train.packing: best_fit, which prepares all rows first",
+                    key="train.packing",
+                )
+            found.append(index)
+        return found
+
+    def _publish_facts(
+        self,
+        sources: Sequence[Source],
+        indexes: Sequence[RowIndex],
+        evaluation: Sequence[Source],
+    ) -> None:
+        identity = hashlib.sha256("\0".join(index.identity for index in indexes).encode()).hexdigest()
+        facts = FeedFacts(
+            num_rows=[len(index) for index in indexes],
+            names=[source.name for source in sources],
+            weights=[source.config.weight for source in sources],
+            eval_names=[source.name for source in evaluation],
+            eval_weights=[source.config.weight for source in evaluation],
+            num_eval_portions=self.num_handed["eval"],
+            num_eval_rows=self.num_kept,
+            num_tried=self.num_tried,
+            identity=identity,
+            encoder=self.encoder.fingerprint,
+        )
+        publish(self.folder / FACTS, msgspec.json.encode(facts))
+
+    def _resolve(
+        self, kind: str, sources: Sequence[Source], indexes: Sequence[RowIndex], portions: Iterator[Ints]
+    ) -> None:
+        """Hand over portions of rows as they are resolved."""
+        known = self.num_files[kind]  # a second pass over the same sources counts its files anew
+        resolved = resolve_portions(
+            sources,
+            indexes,
+            self._until_stopped(portions),
+            self.encoder,
+            self.store,
+            split=kind,
+            workers=self.config.data.workers,
+        )
+        with closing(resolved):
+            for portion in resolved:
+                if self.stop.is_set():  # the folder may be another run's by now
+                    return
+                if kind == "eval":
+                    self.num_kept += int((portion.sample_ids >= 0).sum())
+                self.num_files[kind] += len(portion.new_files)
+                self._hand_over(kind, replace(portion, file_ids=portion.file_ids + known))
+                if kind == "train" and self.num_handed[kind] == PORTIONS_IN_HASTE + 1:
+                    os.nice(NICENESS)  # training has begun: on a CPU it goes first
+
+    def _until_stopped(self, portions: Iterator[Ints]) -> Iterator[Ints]:
+        for portion in portions:
+            if self.stop.is_set():
+                return
+            yield portion
+
+    def _hand_over(self, kind: str, portion: ResolvedPortion) -> None:
+        for row in portion.lost:
+            self.quarantine.add(row.error, split=kind, raw=row.raw)
+        publish(self.folder / portion_file(kind, self.num_handed[kind]), portion.to_bytes())
+        self.num_handed[kind] += 1
+
+
+def needed_portions(order: RowOrder, after: FeedPlace | None = None) -> Iterator[Ints]:
+    """All rows to train on, each once, in the order in which a run needs them that begins, or goes on ``after`` a
+    place. A few at first, then more. What is remembered is a byte a row."""
+    largest, size = max(PORTION, order.num_rows // MOST_PORTIONS), FIRST_PORTION
+    gathered, number = [], 0
+    for rows in _once_each(order, after or FeedPlace(epoch=0, position=0)):
+        gathered.append(rows)
+        number += len(rows)
+        while number >= size:
+            together = np.concatenate(gathered)
+            yield together[:size]
+            gathered, number = [together[size:]], number - size
+            size = min(2 * size, largest)
+    if number:
+        yield np.concatenate(gathered)
+
+
+def _once_each(order: RowOrder, after: FeedPlace) -> Iterator[Ints]:
+    seen = np.zeros(order.num_rows, dtype=np.bool_)
+    seen[order.held_out] = True
+    here, following = order.epoch(after.epoch), order.epoch(after.epoch + 1) if after.position else None
+    waiting = [here.rows(position, position + 1) for position in after.before]
+    later = () if following is None else _stretches(following, 0)
+    for rows in itertools.chain(waiting, _stretches(here, after.position), later):
+        _, first = np.unique(rows, return_index=True)
+        rows = rows[np.sort(first)]
+        rows = rows[~seen[rows]]
+        seen[rows] = True
+        yield rows
+    for start in range(0, len(seen), PORTION):
+        yield start + np.flatnonzero(~seen[start : start + PORTION])
+
+
+def _stretches(order: EpochOrder, start: int) -> Iterator[Ints]:
+    return (order.rows(place, place + PORTION) for place in range(start, len(order), PORTION))
+
+
+def _cut_up(rows: Ints) -> Iterator[Ints]:
+    return (rows[start : start + PORTION] for start in range(0, len(rows), PORTION))

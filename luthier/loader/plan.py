@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.places import PlannedMicroBatch
-from luthier.loader.stream_state import LoaderState, RowTrail
-from luthier.loader.windows import (
+from luthier.loader.stream_state import (
+    LoaderState,
     PlannedStep,
+    RowTrail,
     StepWindow,
     StreamHistory,
     count_taken,

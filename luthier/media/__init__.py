@@ -8,7 +8,7 @@ from luthier.media.files.access import MediaAccess
 from luthier.media.files.decoding import Decoded, decode
 from luthier.media.files.probing import probe
 from luthier.media.geometry.videos import sampled_frames
-from luthier.media.processors.batching import join_features, merge_features
+from luthier.media.processors.calling import join_features, merge_features
 from luthier.media.processors.media_source import MediaSource, decode_for, own_template, split_long_sounds
 from luthier.media.processors.processor import PROCESSOR_FILES, MediaProcessor
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from luthier.errors import ModelError
 from luthier.layout import leaves
-from luthier.models.blank_media import BlankMedia, with_blanks
+from luthier.models.encoders import BlankMedia, with_blanks
 from luthier.models.head_tap import OutputHead, Scored, score_targets
 from luthier.models.isolation import ChosenIsolation
 from luthier.models.model import REWARD_HEAD

@@ -13,9 +13,18 @@ from luthier.objectives.feedback_losses import (
 from luthier.objectives.head import AnyHead, Head
 from luthier.objectives.hidden_loss import ReferenceHidden, hidden_loss_sum
 from luthier.objectives.measures import Measure, Measures, RunningMean, SequenceLoss, measure
-from luthier.objectives.pair_formulas import Counterparts, PairBaselines, PairSettings, counterparts
+from luthier.objectives.pair_formulas import (
+    Counterparts,
+    PairBaselines,
+    PairScores,
+    PairSettings,
+    SequenceScores,
+    counterparts,
+    pair_scores,
+    sequence_scores,
+    tail_discount,
+)
 from luthier.objectives.pair_losses import pair_loss_sum, reward_loss_sum
-from luthier.objectives.pair_scores import PairScores, SequenceScores, pair_scores, sequence_scores, tail_discount
 from luthier.objectives.settings import feedback_settings, pair_settings, token_settings
 from luthier.objectives.token_losses import TokenLoss, TokenSettings, losses_by_source, token_loss_sum
 from luthier.objectives.token_scores import TokenScores, log_square_sums, token_scores

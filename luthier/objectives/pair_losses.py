@@ -11,8 +11,7 @@ from luthier.config.choices import RowKind
 from luthier.config.loss_rows import Loss
 from luthier.config.objective import loss_of
 from luthier.objectives.measures import Measure, Measures, SequenceLoss, measure
-from luthier.objectives.pair_formulas import NO_BASELINES, PairBaselines, PairSettings
-from luthier.objectives.pair_scores import PairScores
+from luthier.objectives.pair_formulas import NO_BASELINES, PairBaselines, PairScores, PairSettings
 
 
 def pair_loss_sum(

@@ -262,7 +262,8 @@ def _skip_line(stream: IO[bytes]) -> int:
 # --------------------------------------------------------------------------------------------------------------------
 # What came of a unit: enough to know its rows' samples, or why they are lost, without reading a row of it again.
 #
-# Processes share results (`store.shared_work`), which also stay beside the store under the digest of the unit's bytes:
+# Processes share results (`preparation.sharing`), which also stay beside the store under the digest of the unit's
+# bytes:
 #
 #     <store>/units/<digest>    a unit that comes again is not even cut into rows; safe to delete at any time
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from luthier.errors import SourceError
-from luthier.presets.lookups import lookup_rows, lookup_sft_rows
 from luthier.presets.pictures import picture_rows
 from luthier.presets.preferences import feedback_rows, preference_rows, preference_sft_rows
 from luthier.presets.questions import JsonObject
-from luthier.presets.skills import skills_rows
+from luthier.presets.skills import lookup_rows, lookup_sft_rows, skills_rows
 from luthier.presets.sounds import sound_rows
 
 _ROWS = {

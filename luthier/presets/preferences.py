@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from itertools import chain, product
 from random import Random
 
-from luthier.presets.questions import JsonObject, ask, draw_fact, is_held_out, require_split
-from luthier.presets.world import ANIMALS_BY_SIZE, NAMES
+from luthier.presets.questions import ANIMALS_BY_SIZE, NAMES, JsonObject, ask, draw_fact, is_held_out, require_split
 
 _NUM_TWINS = {"train": 250, "test": 36}  # of each rule; even, so that feedback is balanced within each style too
 

@@ -10,9 +10,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from random import Random
+from zlib import crc32
 
-from luthier.presets.questions import Draw, JsonObject, Skill, ask, draw_fact, skill_rows
-from luthier.presets.world import ANIMALS_BY_SIZE, INSTRUMENTS, KINDS, NAMES, VILLAGES, WORDS
+from luthier.presets.questions import (
+    ANIMALS_BY_SIZE,
+    INSTRUMENTS,
+    KINDS,
+    NAMES,
+    VILLAGES,
+    WORDS,
+    Draw,
+    JsonObject,
+    Skill,
+    ask,
+    draw_fact,
+    require_split,
+    skill_rows,
+)
 
 # --------------------------------------------------------------------------------------------------------------------
 # The two tools of the little world, and conversations that call them: question, call, result, answer.
@@ -223,3 +237,96 @@ SKILLS = (
     Skill(name="count", draw=_draw_count, num_train=220, num_test=20),
     Skill(name="tools", draw=draw_tool_use, num_train=450),
 )
+
+
+# --- The data sets ``preset:lookups`` and ``preset:lookups_sft``: questions that a tool answers, if it is asked rightly
+
+
+COLUMNS = ("price", "stock")
+_QUESTIONS = {
+    "price": (
+        "How much is the {}?", "What does the {} cost?", "Tell me the price of the {}.", "I buy the {}. How much?",
+        "Is the {} dear?",
+    ),
+    "stock": (
+        "Is the {} sold out?", "Do we have the {}?", "Tell me the stock of the {}.", "How often is the {} there?",
+        "I want to count the {}. How many?",
+    ),
+}  # fmt: skip
+_ITEMS = (
+    "lamp", "chair", "table", "spoon", "knife", "mirror", "pillow", "bottle", "candle", "hat", "glove", "ring", "drum",
+    "flute", "violin", "rope", "ladder", "wheel", "kite", "nail", "umbrella", "axe", "oven", "jug",
+)  # fmt: skip
+DECLARATION = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "What the book of the shop says.",
+        "parameters": {
+            "type": "object",
+            "properties": {"column": {"type": "string"}, "item": {"type": "string"}},
+            "required": ["column", "item"],
+        },
+    },
+}
+
+
+def look_up(column: str, item: str) -> str:
+    """What the book of the shop says: a digit, never the same in both columns of an item. Raises ``ValueError`` for
+    what it does not have."""
+    if column not in COLUMNS:
+        raise ValueError(f"there is no column {column!r}")
+    if item not in _ITEMS:
+        raise ValueError(f"there is no item {item!r}")
+    number = crc32(f"{item} digits".encode())
+    price = number % 10
+    return str(price if column == "price" else (price + 1 + number // 10 % 9) % 10)
+
+
+def lookup_rows(split: str) -> Iterator[JsonObject]:
+    """``{"messages": [QUESTION, ANSWER]}``; always the same, shuffled. Raises `SourceError` for another split."""
+    require_split("lookups", split)
+    rows = [
+        {"messages": [*ask(question), {"role": "assistant", "content": look_up(column, item)}]}
+        for column, item, question in _asked()
+        if (crc32(item.encode()) % 5 == 0) is (split == "test")
+    ]
+    Random("lookups").shuffle(rows)
+    yield from rows
+
+
+def lookup_sft_rows(split: str) -> Iterator[JsonObject]:
+    """``{"tools": …, "messages": [QUESTION, CALL, RESULT, ANSWER]}``: each question twice, once with each column; and
+    ``[QUESTION, COLUMN]`` for each. Raises `SourceError` for another split."""
+    require_split("lookups_sft", split)
+    rng = Random(f"lookups_sft {split}")
+    rows = []
+    for column, item, question in _asked():
+        if (crc32(f"{item} {column}".encode()) % 5 == 0) is not (split == "test"):
+            continue
+        for called in COLUMNS:
+            rows.append(ask(question) + _call_and_answer(called, item, str(rng.randrange(10))))
+        rows.append(ask(f"{question} Price or stock?", column))
+    rng.shuffle(rows)
+    yield from ({"tools": [DECLARATION], "messages": messages} for messages in rows)
+
+
+def _call_and_answer(column: str, item: str, said: str) -> list[JsonObject]:
+    arguments = json.dumps({"column": column, "item": item})
+    return [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "look_up", "arguments": arguments}}],
+        },
+        {"role": "tool", "name": "look_up", "content": said},
+        {"role": "assistant", "content": said},
+    ]
+
+
+def _asked() -> Iterator[tuple[str, str, str]]:
+    """Column, item and question."""
+    for item in _ITEMS:
+        for column in COLUMNS:
+            for question in _QUESTIONS[column]:
+                yield column, item, question.format(item)

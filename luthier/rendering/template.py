@@ -32,7 +32,7 @@ from luthier.rendering.text_references import Alphabet, filled_in, is_reference,
 from luthier.rendering.trace import Guard, GuardCheck, Owner, Trace, compile_guards, expression_at, owner_runs
 from luthier.rendering.tracked import LostProvenance, Tracked
 from luthier.templating.limits import OverLimit, TemplateSettings
-from luthier.templating.plain import TEMPLATE_ERRORS, plain_environment
+from luthier.templating.sandbox import TEMPLATE_ERRORS, plain_environment
 from luthier.writing import counted
 
 _Made = TypeVar("_Made")

@@ -5,7 +5,7 @@
     <store>/users               locked by all who use the store, so that nobody cleans up under them
     <store>/manifest.json       names the shards; replaced as a whole, last of all
     <store>/shard-<hash>.bin    samples (`luthier.store.shard`)
-    <store>/shared-work/        work that processes share (`luthier.store.shared_work`)
+    <store>/shared-work/        work that processes share (`luthier.preparation.sharing`)
 
 A key is a digest of a row's bytes and of everything else that decides its sample (`row_key`), so a sample is encoded
 once, however often, in whichever file or run its row comes again. Readers see the manifest before a commit or after

@@ -28,8 +28,8 @@ from luthier.models.submodules import decoder_family, text_attention
 from luthier.models.vocabulary import Vocabulary
 from luthier.objectives.policy_losses import Advantage
 from luthier.packing import Segments
+from luthier.rewards.function_process import EnvironmentProcess, ToolBox
 from luthier.rewards.judging import RewardJudge, check_columns
-from luthier.rewards.tool_processes import EnvironmentProcess, ToolBox
 from luthier.sources import open_sources, resolve_sources
 from luthier.sources.source import RowsByAddress
 from luthier.training.arguments import training_arguments

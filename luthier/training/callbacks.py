@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from luthier.config.schema import EvalConfig, RunConfig, Strategy
 from luthier.loader.plan import StreamPlan
-from luthier.training.losses.mean_losses import by_source
+from luthier.training.losses.step_losses import by_source
 from luthier.training.report.events import EventListener, Note, Saved, Started, StepDone
 from luthier.training.report.result import EvalRecord, StepRecord
 from luthier.training.signals import StopSignals

@@ -35,11 +35,10 @@ from luthier.media import MediaSource
 from luthier.metrics.table import metrics_of_answers
 from luthier.models.adapter_files import check_mergeable, shape_existing
 from luthier.models.adapters import apply_adapter
-from luthier.models.compiled import compilable_layers
 from luthier.models.model import build_weightless, check_choices, check_quantized, run_device
 from luthier.models.quantized import bytes_when_quantized
 from luthier.models.routers import balanced_routers, choose_experts
-from luthier.models.sharding import divisible_layers, refuse_other_ways
+from luthier.models.sharding import compilable_layers, divisible_layers, refuse_other_ways
 from luthier.models.submodules import decoder_family
 from luthier.models.vocabulary import Vocabulary
 from luthier.rewards.judging import RewardJudge

@@ -52,9 +52,8 @@ from luthier.training.folder.state import (
     set_random_state,
     write_state,
 )
-from luthier.training.losses.mean_losses import LossSums, MeanLosses
 from luthier.training.losses.router_balance import RouterBalance
-from luthier.training.losses.step_losses import MicroLoss, StepLosses, counts_of, learned_from
+from luthier.training.losses.step_losses import LossSums, MeanLosses, MicroLoss, StepLosses, counts_of, learned_from
 from luthier.training.numerics import check_finite
 from luthier.training.optimizer import ON_METRIC, learning_rate, make_optimizer, make_scheduler
 from luthier.training.streams import EvalStream, TrainStream

@@ -14,7 +14,6 @@ import pytest
 from markupsafe import Markup
 from rich.console import Console
 
-from luthier.check.diff.html import diff_html
 from luthier.check.diff.row_changes import Change, Comparison, ExcerptToken, Lesson, repeats
 from luthier.check.diff.runs import (
     EncodedSide,
@@ -26,7 +25,7 @@ from luthier.check.diff.runs import (
     pairing_of,
     pairs,
 )
-from luthier.check.diff.terminal import diff_report
+from luthier.check.diff.terminal import diff_html, diff_report
 from luthier.config.loading import load_config
 from luthier.config.schema import DataConfig, Overflow, RunConfig, SourceConfig
 from luthier.encoding.encoder import Encoder

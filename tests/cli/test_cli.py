@@ -411,7 +411,8 @@ def test_quickstart_reports_exact_answers_before_and_after(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     short = (
-        f"data.train=preset:{dataset}#40", f"data.store={tmp_path / 'store'}", "data.workers=0",
+        f"data.train=preset:{dataset}#40", "data.workers=0", f"data.store={tmp_path / 'store'}",
+        f"data.eval=[{{path: preset:{dataset}, split: test, first_rows: 8}}]",
         f"train.max_steps={num_steps}", "train.warmup_steps=0", "tracking.logging_steps=1", "eval.generate_rows=2",
         "eval.max_new_tokens=3", "runtime.threads=1", "tracking.progress=false",
     )  # fmt: skip

@@ -8,8 +8,7 @@ import torch
 from luthier.config.loading import load_config_text
 from luthier.config.objective import LOSSES, ReferenceSource, losses_of
 from luthier.errors import ConfigError
-from luthier.objectives.pair_formulas import NO_BASELINES, PairSettings
-from luthier.objectives.pair_scores import PairScores
+from luthier.objectives.pair_formulas import NO_BASELINES, PairScores, PairSettings
 
 PAIR_LOSSES = losses_of("dpo")
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import filelock  # noqa: F401  the first lock imports it, which would be most of a child's life
 import numpy as np
 
+from luthier.preparation.sharing import SharedWork
 from luthier.store.shard import EncodedSample
-from luthier.store.shared_work import SharedWork
 from luthier.store.store import SampleStore, StoreWriter, row_key
 
 FINGERPRINT = "ef" * 32

@@ -10,9 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from luthier.config.choices import TokenizerBackend
-from luthier.encoding import checked_encoder
-from luthier.encoding.checked_encoder import CheckedEncoder, RememberingEncoder
-from luthier.encoding.text_encoders import BadTexts, EncoderFailure, Flat, flatten, unflatten
+from luthier.encoding import text_encoders
+from luthier.encoding.text_encoders import (
+    BadTexts,
+    CheckedEncoder,
+    EncoderFailure,
+    Flat,
+    RememberingEncoder,
+    flatten,
+    unflatten,
+)
 from luthier.errors import RowError, TokenizerError
 from tests.conftest import refused
 
@@ -56,7 +63,7 @@ def encode(encoder: CheckedEncoder | RememberingEncoder, *texts: str) -> list[st
 
 
 def test_the_fast_encoder_takes_over_once_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked_encoder, "CHARS_OF_PROBES", 10)
+    monkeypatch.setattr(text_encoders, "CHARS_OF_PROBES", 10)
     fast, reference = Spelling(), Spelling()
     encoder = checked(fast, reference=reference, vocab_size=1)  # 10 + 12 characters
     assert encode(encoder, "0123456789", "abc") == ["0123456789", "abc"]
@@ -92,7 +99,7 @@ def test_a_fast_encoder_that_errs_on_what_was_encoded_before_is_not_used() -> No
 
 
 def test_a_fast_encoder_that_errs_on_a_later_text_is_found_by_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked_encoder, "CHECK_EVERY", 100)
+    monkeypatch.setattr(text_encoders, "CHECK_EVERY", 100)
     encoder = checked(Spelling(wrong=lambda text: "secret" in text), choice=FAST)
     for _ in range(50):
         assert encode(encoder, "harmless text", "and more of it") == ["harmless text", "and more of it"]
@@ -104,7 +111,7 @@ def test_a_fast_encoder_that_errs_on_a_later_text_is_found_by_sampling(monkeypat
 def test_a_long_text_is_sampled_by_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = Spelling()
     encoder = checked(Spelling(wrong=lambda text: "secret" in text), choice=FAST, reference=reference)
-    monkeypatch.setattr(checked_encoder, "CHECK_CHARS", 7)
+    monkeypatch.setattr(text_encoders, "CHECK_CHARS", 7)
     with pytest.raises(TokenizerError, match="'my secr'"):
         checked(Spelling(wrong=lambda text: "secr" in text), choice=FAST).encode_flat(["my secret, and so on"])
     encode(encoder, "my secret, and so on")
@@ -145,11 +152,11 @@ def test_remembering_changes_no_id_and_stays_within_its_budget(batches: list[lis
     encoder = RememberingEncoder(Spelling(), budget=130)
     for batch in batches:
         assert encode(encoder, *batch) == batch
-        assert sum(len(text) + checked_encoder.ENTRY_CHARS for text in encoder.known) <= 2 * 130
+        assert sum(len(text) + text_encoders.ENTRY_CHARS for text in encoder.known) <= 2 * 130
 
 
 def test_a_text_that_comes_again_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked_encoder, "ENTRY_CHARS", 0)
+    monkeypatch.setattr(text_encoders, "ENTRY_CHARS", 0)
     inner = Spelling()
     encoder = RememberingEncoder(inner, budget=10)
     for _ in range(3):

@@ -10,10 +10,10 @@ import pytest
 
 from luthier.errors import StoreError
 from luthier.locks import SharedLock, only_user
+from luthier.preparation.sharing import SharedWork
 from luthier.store import disk as disk_module
 from luthier.store.disk import Disk
 from luthier.store.shard import EncodedSample
-from luthier.store.shared_work import SharedWork
 from luthier.store.store import SampleStore, StoreWriter
 
 ONE = EncodedSample(

@@ -9,14 +9,14 @@ import time
 import pytest
 
 from luthier.errors import StoreError
-from luthier.store import shared_work
+from luthier.preparation import sharing
+from luthier.preparation.sharing import SharedWork
 from luthier.store.disk import Disk
-from luthier.store.shared_work import SharedWork
 
 
 @pytest.fixture(autouse=True)
 def _look_always(monkeypatch):
-    monkeypatch.setattr(shared_work, "POLL", 0.0)
+    monkeypatch.setattr(sharing, "POLL", 0.0)
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_what_a_process_held_when_it_left_is_for_others(folder):
 def test_the_wait_for_a_unit_has_a_bound_and_names_whom_it_waits_for(folder, monkeypatch):
     with join(folder, 3) as one, join(folder, 3) as two:
         assert next(two.take()) == 0
-        monkeypatch.setattr(shared_work, "PATIENCE", 0.2)
+        monkeypatch.setattr(sharing, "PATIENCE", 0.2)
         began = time.monotonic()
         with pytest.raises(StoreError) as caught:
             list(one.in_order(do(one)))

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
 from luthier.config.choices import TokenizerBackend
-from luthier.encoding.checked_encoder import ATOMS, probe_texts
-from luthier.encoding.text_encoders import BadTexts, EncoderFailure, FastokensEncoder
+from luthier.encoding.text_encoders import ATOMS, BadTexts, EncoderFailure, FastokensEncoder, probe_texts
 from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 from luthier.encoding.tokenizer_files import joined_merges
 from luthier.errors import RowError, TokenizerError

@@ -18,10 +18,9 @@ import numpy as np
 from luthier.collation import CollateSettings
 from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, Overflow, Packing, RunConfig, TrainConfig
 from luthier.ledger import Ledger
-from luthier.loader import feeding
-from luthier.loader.feed import FeedReader
+from luthier.loader import feed
+from luthier.loader.feed import FeedReader, run_feed
 from luthier.loader.feed_files import FeedJob
-from luthier.loader.feeding import run_feed
 from luthier.loader.loader import Loader
 from luthier.loader.numbered_rows import ArrivalSettings, ArrivingRows
 from luthier.loader.plan import StreamPlan
@@ -279,7 +278,7 @@ def _has_ended(pid: int) -> bool:
 
 def hand_over_little() -> None:
     """Portions and blocks are tiny from here on, so that a few hundred rows are many of them."""
-    feeding.FIRST_PORTION, feeding.PORTION, feeding.NICENESS = 32, 64, 0
+    feed.FIRST_PORTION, feed.PORTION, feed.NICENESS = 32, 64, 0
     planner.LARGEST_BLOCK = 128
 
 

@@ -44,10 +44,9 @@ def batches(prepared: Any, folder: Path, **options: Any) -> list[Any]:
     return list(loader)
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "none"])
-def test_workers_decode_the_same_pictures(prepared: Any, folder: Path, packing: str) -> None:
-    here = batches(prepared, folder, packing=packing, batch_size=2)
-    there = batches(prepared, folder, packing=packing, batch_size=2, num_workers=1)
+def test_workers_decode_the_same_pictures(prepared: Any, folder: Path) -> None:
+    here = batches(prepared, folder, packing="best_fit", batch_size=2)
+    there = batches(prepared, folder, packing="best_fit", batch_size=2, num_workers=1)
     assert len(here) == len(there) > 1
     assert any("pixel_values" in batch.model_inputs for batch in here)
     for one, other in zip(here, there, strict=True):

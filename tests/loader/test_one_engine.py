@@ -17,7 +17,7 @@ from luthier.check.selection import Kind, Selection
 from luthier.collation import CollateSettings
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.loader import feed, feeding
+from luthier.loader import feed
 from luthier.loader.feed import FeedReader, prepares_meanwhile
 from luthier.loader.feed_files import FeedJob, FeedPlace
 from luthier.loader.loader import Loader
@@ -38,7 +38,7 @@ SIZES = {"tiny": 1_000, "below": 31_000, "above": 33_000, "large": 200_000}
 @pytest.fixture(autouse=True)
 def small_files_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "BYTES_WORTH_A_FEED", THRESHOLD)
-    monkeypatch.setattr(feeding, "NICENESS", 0)  # it runs in this process
+    monkeypatch.setattr(feed, "NICENESS", 0)  # it runs in this process
 
 
 def config_of(folder: Path, size: int, **data: Any) -> RunConfig:
@@ -72,7 +72,7 @@ def prepared_data(config: RunConfig) -> RunData:
 
 def arriving_data(config: RunConfig, folder: Path, *, after: FeedPlace | None = None) -> RunData:
     folder.mkdir()
-    feeding._Feeding(FeedJob(config=config, folder=folder, after=after)).run()
+    feed._Feeding(FeedJob(config=config, folder=folder, after=after)).run()
     return open_live_data(config, FeedReader(folder, alive=lambda: False))
 
 
@@ -144,8 +144,8 @@ def test_workers_show_and_the_loader_have_the_same_batches(tmp_path: Path) -> No
 
 def test_a_run_that_goes_on_is_fed_from_its_place_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows that it needs next come first, those of earlier steps last, and each once."""
-    monkeypatch.setattr(feeding, "FIRST_PORTION", 64)
-    monkeypatch.setattr(feeding, "PORTION", 128)
+    monkeypatch.setattr(feed, "FIRST_PORTION", 64)
+    monkeypatch.setattr(feed, "PORTION", 128)
     config = config_of(tmp_path, SIZES["large"])
     config = config.model_copy(update={"train": config.train.model_copy(update={"num_train_epochs": 3})})
     whole = arriving_data(config, tmp_path / "whole")

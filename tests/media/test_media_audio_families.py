@@ -17,8 +17,7 @@ from luthier.errors import ModelError, RowError
 from luthier.media.families.family import Settings
 from luthier.media.files.decoding import DecodedAudio, resample
 from luthier.media.geometry.sounds import projected_blocks
-from luthier.media.processors.batching import merge_features
-from luthier.media.processors.calling import TOKEN_OUTPUTS
+from luthier.media.processors.calling import TOKEN_OUTPUTS, merge_features
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import AudioHeader
 from tests.conftest import refused

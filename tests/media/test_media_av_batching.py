@@ -14,8 +14,7 @@ from luthier.errors import RowError
 from luthier.media.families.family import MediaKind
 from luthier.media.files.decoding import Decoded, DecodedImage, DecodedVideo
 from luthier.media.geometry.videos import sampled_frames
-from luthier.media.processors.batching import merge_features
-from luthier.media.processors.calling import TOKEN_OUTPUTS
+from luthier.media.processors.calling import TOKEN_OUTPUTS, merge_features
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import ImageHeader, MediaHeader, VideoHeader
 from tests.conftest import reason_is

@@ -13,8 +13,7 @@ from PIL import Image
 from luthier.errors import ModelError, RowError
 from luthier.media.families.family import CAT, PAD_CAT, STACK, Batching, Family, Modules
 from luthier.media.files.decoding import DecodedImage
-from luthier.media.processors.batching import join_features, merge_features
-from luthier.media.processors.calling import TOKEN_OUTPUTS
+from luthier.media.processors.calling import TOKEN_OUTPUTS, join_features, merge_features
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import ImageHeader
 from tests.conftest import refused

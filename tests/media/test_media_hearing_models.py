@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 
 from luthier.media.families.family import Family
-from luthier.media.processors.batching import join_features, merge_features
+from luthier.media.processors.calling import join_features, merge_features
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import AudioHeader
 from tests.media.test_media_audio_families import decoded, sound

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from luthier.media.processors.batching import merge_features
+from luthier.media.processors.calling import merge_features
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import ImageHeader
 from tests.media.test_media_batching import decoded

@@ -13,7 +13,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTh
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
 
 from luthier.config.inputs import MediaConfig
-from luthier.media.processors.batching import merge_features
+from luthier.media.processors.calling import merge_features
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import AudioHeader, MediaHeader
 from tests.media.test_media_audio_families import sound

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from luthier.objectives import Head, ReferenceHidden, TokenSettings, head, hidden_loss_sum
-from luthier.objectives.divergences import UNSEEN, divergence, divergence_with_slope, log_probabilities
+from luthier.objectives.hidden_loss import UNSEEN, divergence, divergence_with_slope, log_probabilities
 
 C, V, D = 5, 23, 4
 BETAS = pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])

@@ -33,8 +33,8 @@ from luthier.objectives import (
     tail_discount,
     token_settings,
 )
-from luthier.objectives.loss_table import loss_table
 from luthier.objectives.measures import measure
+from luthier.objectives.settings import loss_table
 
 PAIR_LOSSES = losses_of("dpo")
 TOKEN_OBJECTIVES = losses_of("sft")

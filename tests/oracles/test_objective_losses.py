@@ -29,7 +29,7 @@ from luthier.objectives import (
     tail_discount,
     token_scores,
 )
-from luthier.objectives.divergences import divergence
+from luthier.objectives.hidden_loss import divergence
 from luthier.presets import tokenizer_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries warn of each other's old and new names

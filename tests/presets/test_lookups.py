@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from luthier.errors import SourceError
-from luthier.presets.lookups import COLUMNS, look_up, lookup_rows, lookup_sft_rows
 from luthier.presets.questions import SPLITS
+from luthier.presets.skills import COLUMNS, look_up, lookup_rows, lookup_sft_rows
 
 Row = dict[str, Any]
 

@@ -16,8 +16,8 @@ from luthier.errors import SourceError
 from luthier.presets import tokenizer_folder
 from luthier.presets.datasets import dataset_names, dataset_rows
 from luthier.presets.preferences import feedback_rows, preference_rows, preference_sft_rows
+from luthier.presets.questions import ANIMALS_BY_SIZE, PEOPLE, QUESTIONS, STATEMENTS
 from luthier.presets.skills import skills_rows
-from luthier.presets.world import ANIMALS_BY_SIZE, PEOPLE, QUESTIONS, STATEMENTS
 from luthier.records import Conversation, Feedback, Preference
 from luthier.sources import RawRow, open_sources
 

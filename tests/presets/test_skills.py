@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from luthier.errors import SourceError
 from luthier.presets import tokenizer_folder
+from luthier.presets.questions import KINDS, NAMES, PEOPLE, QUESTIONS, STATEMENTS
 from luthier.presets.skills import SKILLS, TOOLS, skills_rows
-from luthier.presets.world import KINDS, NAMES, PEOPLE, QUESTIONS, STATEMENTS
 
 Row = dict[str, Any]
 

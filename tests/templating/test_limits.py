@@ -16,8 +16,7 @@ from luthier.records import Message, Text
 from luthier.rendering.template import ChatTemplate
 from luthier.rendering.text_references import Alphabet
 from luthier.templating.limits import OverLimit, RenderUsage, TemplateLimits, TemplateSettings
-from luthier.templating.plain import plain_environment
-from luthier.templating.sandbox import Sandbox
+from luthier.templating.sandbox import Sandbox, plain_environment
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bombs import BOMBS, HARMLESS, PARSE_BOMBS, REFUSED_ROW

@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounter
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
-from luthier.models import attention, compiled
+from luthier.models import attention, sharding
 from luthier.models.head_tap import OutputHead
 from luthier.models.passes import ModelPass
 from luthier.training.fit import fit_data
@@ -153,7 +153,7 @@ def test_pairs_are_compared_alike_with_and_without_an_adapter(
 
 
 def test_a_model_without_decoder_layers_cannot_be_compiled(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "decoder_layers", lambda model: None)
+    monkeypatch.setattr(sharding, "decoder_layers", lambda model: None)
     with pytest.raises(ModelError, match="has no list of decoder layers"):
         train(make_data(make_segments(2)), train__torch_compile=True, train__max_steps=1)
 
@@ -164,7 +164,7 @@ def test_layers_that_are_recomputed_are_compiled_too(
 ) -> None:
     """Where attention runs between the graphs, no graph may hold the checkpoint: it would be no graph at all."""
     in_training, count = list[bool](), CompileCounter.__call__
-    recomputed, checkpoint = list[bool](), compiled.checkpoint
+    recomputed, checkpoint = list[bool](), sharding.checkpoint
 
     def counting(self: CompileCounter, *arguments: Any) -> Any:
         in_training.append(torch.is_grad_enabled())
@@ -175,7 +175,7 @@ def test_layers_that_are_recomputed_are_compiled_too(
         return checkpoint(*arguments, **settings)
 
     monkeypatch.setattr(CompileCounter, "__call__", counting)
-    monkeypatch.setattr(compiled, "checkpoint", checking)
+    monkeypatch.setattr(sharding, "checkpoint", checking)
     rows = make_data(make_segments(6))
     short: dict[str, Any] = {**FULL_ROWS, "train__packing": packing, "train__max_steps": 2}
     short |= {"train__gradient_checkpointing": True}
@@ -197,11 +197,11 @@ def test_recomputed_layers_generate_as_they_are() -> None:
         return eval_frame._stance.stance
 
     model = tiny_model("qwen3")
-    with compiled.uncompiled(model):
+    with sharding.uncompiled(model):
         assert stance() == "default"
-    compiled.compile_layers(model, recomputed=True)
-    compiled.uncompiled(model)
+    sharding.compile_layers(model, recomputed=True)
+    sharding.uncompiled(model)
     assert stance() == "default", "nothing is changed before it is entered"
-    with compiled.uncompiled(model):
+    with sharding.uncompiled(model):
         assert stance() == "force_eager"
     assert stance() == "default"

@@ -618,7 +618,7 @@ def test_a_model_without_layers_to_compile_is_told_before_a_row_is_encoded(
     encoded_nothing(monkeypatch)
     monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")  # a compiler is there
     assert problems_of(lambda: check_run(described("train.torch_compile=true"))) == []
-    monkeypatch.setattr("luthier.models.compiled.decoder_layers", lambda model: None)
+    monkeypatch.setattr("luthier.models.sharding.decoder_layers", lambda model: None)
     (problem,) = problems_of(lambda: check_run(described("train.torch_compile=true")))
     assert problem.key == "train.torch_compile" and problem.hint
 

@@ -18,7 +18,7 @@ from luthier.engines.local import NO_ADAPTER, LocalEngine
 from luthier.errors import TrainingError
 from luthier.metrics.table import METRICS, Metric
 from luthier.models.passes import ModelPass
-from luthier.objectives.sampler_gap import GapSums
+from luthier.objectives.policy_losses import GapSums
 from luthier.training.report.result import RunResult
 from luthier.training.rollouts.gap_causes import Cause, ScoredAnswer, cause_of, visible_fault
 from luthier.training.rollouts.gap_watch import NUMBERS

@@ -22,8 +22,7 @@ from luthier.packing import PlanSettings
 from luthier.records import Batch, Segment
 from luthier.training.data import distinct_names
 from luthier.training.losses import tokens
-from luthier.training.losses.mean_losses import LossSums, by_source
-from luthier.training.losses.step_losses import ACCURACY, MicroLoss
+from luthier.training.losses.step_losses import ACCURACY, LossSums, MicroLoss, by_source
 from luthier.training.report.events import Event, StepDone
 from luthier.training.report.result import EvalRecord, RunResult, StepRecord
 from luthier.training.streams import train_stream

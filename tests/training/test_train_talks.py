@@ -22,7 +22,7 @@ from luthier.engines.next_tokens import BatchRow
 from luthier.errors import UserError
 from luthier.presets import tokenizer_folder
 from luthier.records import MediaItem, Segment
-from luthier.rewards.tool_processes import EnvironmentProcess, ToolBox
+from luthier.rewards.function_process import EnvironmentProcess, ToolBox
 from luthier.sources import open_sources
 from luthier.sources.source import RowsByAddress
 from luthier.training.rollouts.answer_log import FOLDER

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from luthier.encoding.drawn_turns import DrawnTurn, prompt_of_turns
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.interface import as_prompt
+from luthier.encoding.replies import DrawnTurn, prompt_of_turns
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Completion, Finish
 from luthier.presets import tokenizer_folder

@@ -19,7 +19,7 @@ from luthier.config.schema import AdapterConfig, AdapterType, ModelPart
 from luthier.errors import ModelError
 from luthier.media import MediaProcessor
 from luthier.models import adapter_files, adapters
-from luthier.models.blank_media import blank_features, needed_blanks, run_blanks
+from luthier.models.encoders import blank_features, needed_blanks, run_blanks
 from luthier.models.model import LoadedModel, load_model
 from luthier.models.submodules import (
     MediaNeeds,

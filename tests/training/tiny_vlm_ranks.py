@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from luthier.config.schema import AdapterConfig, ModelPart
 from luthier.models.adapters import apply_adapter
 from luthier.models.attention_inputs import Isolation
-from luthier.models.blank_media import BlankMedia, needed_blanks
+from luthier.models.encoders import BlankMedia, needed_blanks
 from luthier.models.head_tap import find_head
 from luthier.models.isolation import ChosenIsolation
 from luthier.models.passes import ModelPass

@@ -28,7 +28,7 @@ from luthier.presets import tokenizer_folder
 from luthier.presets.named_templates import named_template, stop_tokens
 from luthier.records import Audio, Image, Message, Text, Thinking, ToolCall, Video
 from luthier.templating.limits import TemplateSettings
-from luthier.templating.plain import TEMPLATE_ERRORS, plain_environment
+from luthier.templating.sandbox import TEMPLATE_ERRORS, plain_environment
 
 Tools = Sequence[Mapping[str, object]]
 KINDS = {Image: "image", Video: "video", Audio: "audio"}

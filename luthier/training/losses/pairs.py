@@ -33,17 +33,17 @@ from luthier.objectives import (
     pair_loss_sum,
     pair_scores,
     pair_settings,
+    reward_loss_sum,
     sequence_scores,
     tail_discount,
     token_scores,
 )
 from luthier.objectives.pair_formulas import SortedSides
 from luthier.records import Batch, Targets
-from luthier.training.losses.compared_losses import entropy_of, micro_loss, pairs_of, rewards_after, weights_of
-from luthier.training.losses.parts import ObjectiveParts
+from luthier.training.losses.parts import ObjectiveParts, entropy_of, micro_loss, pairs_of, rewards_after, weights_of
 from luthier.training.losses.reference_choice import choose_reference, ld_alpha
 from luthier.training.losses.references import Reference
-from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Tell
+from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Stateless, Tell
 from luthier.training.report.result import ACCURACIES, ENTROPY, MARGINS, REWARDS
 
 
@@ -248,3 +248,45 @@ def _of_all_ranks(values_P2: torch.Tensor, reduce: Reduce) -> tuple[torch.Tensor
     all_M2 = values_P2.new_zeros(sum(sizes), 2)
     all_M2[first : first + len(values_P2)] = values_P2
     return reduce(all_M2), first
+
+
+# --------------------------------------------------------------- ``rm``: a reward model from pairs. S segments, P pairs
+
+
+def reward_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+    """The losses of a run, the same on held-out rows."""
+    objective, num_sources = parts.config.objective, max(parts.num_sources)
+    losses = RewardLosses(forward=forward, name=objective.loss_name, numbers=objective.numbers, num_sources=num_sources)
+    return losses, losses
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RewardLosses(Stateless):
+    """``rm``: the reward of the chosen answer above that of the rejected one."""
+
+    forward: ModelPass
+    name: str = "bradley_terry"
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    num_sources: int = 1
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """See `StepLosses`."""
+        return (*REWARDS, ACCURACIES, MARGINS)
+
+    def num_units(self, batch: Batch) -> int:
+        """Pairs."""
+        return len(batch.units)
+
+    def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
+        """See `StepLosses`."""
+        rewards_S = self.forward.rewards(model, batch)
+        found = reward_loss_sum(
+            rewards_S,
+            pairs_of(batch).to(rewards_S.device),
+            margins_P=torch.tensor([unit.verdict for unit in batch.units], device=rewards_S.device),
+            weights_P=weights_of(batch, rewards_S.device),
+            name=self.name,
+            numbers=self.numbers,
+        )
+        return micro_loss(found, rewards_S.sum() * 0, batch, self.num_sources)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,9 +17,12 @@ from luthier.models.isolation import TOKENS_TRIED, ChosenIsolation
 from luthier.models.model import LoadedModel
 from luthier.models.submodules import decoder_family
 from luthier.models.vocabulary import Vocabulary
+from luthier.objectives import Measure, Measures, RunningMean, SequenceLoss, TokenScores, measure
 from luthier.packing import Segments
 from luthier.preparation.segments import SegmentIndex
-from luthier.records import Pack
+from luthier.records import Batch, Pack
+from luthier.training.losses.step_losses import MicroLoss, Reduce
+from luthier.training.report.result import REWARDS
 from luthier.training.streams import EvalStream
 
 
@@ -72,3 +75,50 @@ def first_inputs(parts: ObjectiveParts, isolation: ChosenIsolation) -> dict[str,
         media=media,
     )
     return isolation.inputs(isolation.arranged(batch, pad_token_id=parts.how.pad_token_id), device=parts.device)
+
+
+# ---------------------------------------------------------------------- What losses that compare answers have in common
+
+
+def pairs_of(batch: Batch) -> torch.Tensor:
+    """int64[U, 2]: the segments of each unit, the chosen or own one first."""
+    return torch.tensor([unit.segments for unit in batch.units], dtype=torch.int64).reshape(-1, 2)
+
+
+def weights_of(batch: Batch, device: torch.device) -> torch.Tensor | None:
+    """float32[U]: what each unit counts: the mean weight of the targets of its first segment. None: 1.0 everywhere."""
+    if batch.targets.weights_K is None:
+        return None
+    segments_K, weights_K = batch.targets.segments_K, batch.targets.weights_K
+    sums_S = torch.zeros(batch.num_segments).index_add(0, segments_K, weights_K)
+    counts_S = torch.bincount(segments_K, minlength=batch.num_segments).clamp(min=1)
+    first_U = torch.tensor([unit.segments[0] for unit in batch.units], dtype=torch.int64)
+    return (sums_S / counts_S)[first_U].to(device)
+
+
+def entropy_of(scores: TokenScores, where_K: torch.Tensor | None = None) -> Measure:
+    """The entropy of the model's choices at K targets, bool ``where_K`` those meant; of none where nobody asked."""
+    return measure(scores.logps_K[:0]) if scores.entropy_K is None else measure(scores.entropy_K, where_K)
+
+
+def micro_loss(found: SequenceLoss, anchor: torch.Tensor, batch: Batch, num_sources: int) -> MicroLoss:
+    """What the units of a micro-batch add to the step, told apart by source where there are several."""
+    by_source = None
+    if num_sources > 1:
+        sources_U = torch.tensor([batch.sources[unit.segments[0]] for unit in batch.units], dtype=torch.int64)
+        counted_2U = torch.stack([found.losses_U, torch.ones_like(found.losses_U)]).double()
+        by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=anchor.device)
+        by_source.index_add_(1, sources_U.to(anchor.device), counted_2U)
+    return MicroLoss(
+        loss_sum=found.loss_sum + anchor, num_units=found.num_units, measures=found.measures, by_source=by_source
+    )
+
+
+def rewards_after(mean: RunningMean, step: Sequence[Measures], device: torch.device, reduce: Reduce) -> RunningMean:
+    """The running mean with the rewards of a step on all ranks."""
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    for measures in step:
+        for name in REWARDS:
+            totals += torch.stack([measures[name].total, measures[name].count])
+    total, count = reduce(totals).tolist()
+    return mean.after(total, count)

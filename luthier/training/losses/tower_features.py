@@ -29,8 +29,7 @@ from luthier.config.schema import ModelPart, Precision, RunConfig
 from luthier.errors import ModelError, RowError, StoreError
 from luthier.loader.plan import StreamPlan
 from luthier.media.feature_files import FeatureFiles, ItemFeatures, item_key
-from luthier.models.blank_media import blank_features
-from luthier.models.encoders import Encoders, with_encoder_outputs
+from luthier.models.encoders import Encoders, blank_features, with_encoder_outputs
 from luthier.models.model import run_precision
 from luthier.models.submodules import find_parts
 from luthier.preparation.segments import SegmentIndex

@@ -36,8 +36,7 @@ from luthier.objectives import (
 )
 from luthier.objectives.measures import measure
 from luthier.records import Batch, Targets
-from luthier.training.losses.compared_losses import entropy_of, micro_loss, rewards_after, weights_of
-from luthier.training.losses.parts import ObjectiveParts
+from luthier.training.losses.parts import ObjectiveParts, entropy_of, micro_loss, rewards_after, weights_of
 from luthier.training.losses.reference_choice import choose_reference
 from luthier.training.losses.references import Reference
 from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Tell

@@ -14,7 +14,7 @@ from luthier.errors import TrainingError
 from luthier.models.passes import ModelPass
 from luthier.objectives import Measures
 from luthier.objectives.measures import measure
-from luthier.objectives.sampler_gap import GapNumbers, GapSums
+from luthier.objectives.policy_losses import GapNumbers, GapSums
 from luthier.records import Batch
 from luthier.training.losses.step_losses import Reduce, Tell
 

@@ -23,9 +23,8 @@ from luthier.config.inputs import ModelConfig
 from luthier.config.objective import ObjectiveConfig
 from luthier.config.rollout import RewardConfig
 from luthier.config.schema import AdapterConfig, AdapterType, RunConfig, TemplateConfig
-from luthier.encoding.drawn_turns import prompt_of_turns, with_system_message
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.replies import ReplyReader
+from luthier.encoding.replies import ReplyReader, prompt_of_turns, with_system_message
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Ids
 from luthier.engines.reward_engine import RewardEngine

@@ -15,16 +15,14 @@ from typing import Any
 
 from luthier.config.rollout import RolloutConfig
 from luthier.config.schema import GenerateConfig
-from luthier.encoding.drawn_turns import DrawnPrompt, DrawnTurn, prompt_of_turns, with_system_message
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.replies import ReplyReader
+from luthier.encoding.replies import DrawnPrompt, DrawnTurn, ReplyReader, prompt_of_turns, with_system_message
 from luthier.engines.engine import Completion, Engine, Finish, Ids, Refusal, Request
 from luthier.errors import RowError
 from luthier.records import Address, Conversation, Message, Segment, Text, ToolCall
 from luthier.rendering.replies.form import ReplyDelta, joined
 from luthier.rewards.dialogue_environment import Over
-from luthier.rewards.function_process import NoAnswer
-from luthier.rewards.tool_processes import EnvironmentProcess, ToolBox
+from luthier.rewards.function_process import EnvironmentProcess, NoAnswer, ToolBox
 from luthier.sources.formats.turns import message_row
 from luthier.sources.source import RowsByAddress
 from luthier.training.generate import Question
