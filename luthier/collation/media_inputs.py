@@ -146,15 +146,21 @@ class MediaInputs:
         """
         return self.processor.family.named(inputs)
 
-    def of_prompts(self, ids_BT: NDArray[np.integer], features_B: Sequence[Features]) -> dict[str, NDArray[Any]]:
+    def of_prompts(
+        self, ids_BT: NDArray[np.integer], features_B: Sequence[Features], *, answer_from: int | None = None
+    ) -> dict[str, NDArray[Any]]:
         """What a model that generates is given with prompts, which may be padded on either side, and their `features`.
+        ``answer_from``: answers begin there, which do not see themselves both ways as some models' prompts do.
 
         Positions are not among it: at inference the model counts them by itself.
         """
         family = self.processor.family
         joined = [join_features(family, [features]) for features in features_B]
-        types = {PREFIX_TYPES: np.zeros(ids_BT.shape, np.int64)} if family.attention is Attention.PREFIX else {}
-        return {**merge_features(family, joined), **self._along_tokens(ids_BT, joined), **types}
+        found = {**merge_features(family, joined), **self._along_tokens(ids_BT, joined)}
+        if family.attention is Attention.PREFIX:
+            found[PREFIX_TYPES] = np.zeros(ids_BT.shape, np.int64)
+            found[PREFIX_TYPES][:, ids_BT.shape[1] if answer_from is None else answer_from :] = 1
+        return found
 
     def _features_of(self, segments: Sequence[Sequence[MediaItem]]) -> dict[_Key, Features | RowError]:
         """Continuations of one prompt have the same media: these are decoded once.

@@ -20,8 +20,7 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Ids, NewTokens, Refusal, Request
 from luthier.engines.joined import JoinedCache, read_prompts
 from luthier.engines.next_tokens import BatchRow, Choosing, Follower, Stopping, advance, has_stop_string
-from luthier.errors import RowError
-from luthier.media import PREFIX_TYPES
+from luthier.errors import ModelError, RowError
 from luthier.writing import counted
 
 _MOST_PROMPT_TOKENS = 16_384  # that are read at once, padding included
@@ -37,8 +36,11 @@ class Answerer:
     batch_size: int
     joins: bool
 
-    def inputs(self, prompts: Sequence[Ids], features: Sequence[Any]) -> tuple[dict[str, torch.Tensor], int]:
-        """What the model is given, and how wide it is."""
+    def inputs(
+        self, prompts: Sequence[Ids], features: Sequence[Any], *, answer_from: int | None = None
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        """What the model is given, and how wide it is. ``answer_from``: where the answer begins, of a prompt that is
+        followed by its own."""
         width = max(map(len, prompts))
         ids_BT = np.full((len(prompts), width), self.tokenizer.pad_token_id, dtype=np.int64)
         mask_BT = np.zeros_like(ids_BT)
@@ -47,7 +49,7 @@ class Answerer:
             mask_BT[row, width - len(prompt) :] = 1
         arrays = {"input_ids": ids_BT, "attention_mask": mask_BT}
         if self.media is not None:
-            arrays |= self.media.of_prompts(ids_BT, features)
+            arrays |= self.media.of_prompts(ids_BT, features, answer_from=answer_from)
         device = next(self.model.parameters()).device
         return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}, width
 
@@ -65,9 +67,7 @@ class Answerer:
 
     def scored(self, ids: Ids, start: int, features: Any, top: int = 0) -> NewTokens:
         """``ids[start:]`` as if they had been emitted, with the ``top`` likeliest tokens at each place."""
-        inputs, _ = self.inputs([ids], [features])
-        if PREFIX_TYPES in inputs:
-            inputs[PREFIX_TYPES][:, start:] = 1  # the answer does not see itself both ways
+        inputs, _ = self.inputs([ids], [features], answer_from=start)
         logits_TV = self.model(**inputs, use_cache=False).logits[0, start - 1 : -1].float()
         new_T1 = torch.from_numpy(ids[start:].astype(np.int64)).to(logits_TV.device)[:, None]
         logprobs_TV = logits_TV.log_softmax(-1)
@@ -243,6 +243,11 @@ class Answering:
             stopping_criteria=[Stopping(rows)],
         )
         for row in rows:
+            if not row.ended:
+                raise ModelError(
+                    f"{_class_of(answerer.model)} generates by itself, and lets nobody else choose the tokens",
+                    hint="answers of this model are had from transformers alone",
+                )
             self._tell_end(row)
 
     def _search(self, asked: _WaitingRequest) -> None:
@@ -263,6 +268,10 @@ class Answering:
         for token, logprob in zip(new, answerer.scored(ids, len(prompt), row.features).logprobs.tolist(), strict=True):
             row.add(token, logprob, ([], []), tokenizer)
         self._tell_end(row)
+
+
+def _class_of(model: PreTrainedModel | PeftModel) -> str:
+    return type(model.get_base_model() if isinstance(model, PeftModel) else model).__name__
 
 
 def _portions(asked: Sequence[_WaitingRequest]) -> Iterator[list[_WaitingRequest]]:

@@ -27,7 +27,6 @@ from luthier.encoding.interface import as_prompt
 from luthier.engines.engine import Completion, Ids, Request
 from luthier.engines.local import LocalEngine
 from luthier.errors import RowError, SourceError
-from luthier.media import PREFIX_TYPES
 from luthier.prediction.trained_run import TrainedRun
 from luthier.records import Conversation, Document, MediaItem, Message, Row, Sample, Segment, Text, Tokenized
 from luthier.sources import open_sources, resolve_sources
@@ -244,12 +243,15 @@ def prompt_ids(tokenizer: Any, golden: GoldenPrompt, kwargs: dict[str, Any], now
 # Contexts and answers.
 
 
-def media_arrays(engine: LocalEngine, ids: Ids, media: Sequence[MediaItem]) -> dict[str, NDArray[Any]]:
+def media_arrays(
+    engine: LocalEngine, ids: Ids, media: Sequence[MediaItem], answer_from: int | None = None
+) -> dict[str, NDArray[Any]]:
     """What the model is given of media beside the ids; nothing for a model of text. Raises `RowError` for media that
     are gone."""
     if engine.media is None:
         return {}
-    return engine.media.of_prompts(np.asarray(ids, np.int64)[None], [engine.media.features(media)])
+    features = engine.media.features(media)
+    return engine.media.of_prompts(np.asarray(ids, np.int64)[None], [features], answer_from=answer_from)
 
 
 @torch.no_grad()
@@ -262,9 +264,7 @@ def logprobs_at(
     """
     ids_BT = np.asarray(ids, np.int64)[None]
     arrays: dict[str, NDArray[Any]] = {"input_ids": ids_BT, "attention_mask": np.ones_like(ids_BT)}
-    arrays |= media_arrays(engine, ids, media)
-    if PREFIX_TYPES in arrays:
-        arrays[PREFIX_TYPES][:, answer_from:] = 1  # the answer does not see itself both ways
+    arrays |= media_arrays(engine, ids, media, answer_from)
     device = next(engine.model.parameters()).device
     inputs = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
     logits_NV = engine.model(**inputs, use_cache=False).logits[0, [place - 1 for place in places]]

@@ -78,7 +78,8 @@ def segments_mask(
     device = rest.get("device", "cpu")
     attention_mask, window = rest.get("attention_mask"), rest.get("local_size")
     usual = attention_mask is None and q_length == kv_length and not rest.get("use_vmap")
-    if not usual or "allow_is_bidirectional_skip" in rest or _sees_ahead(mask_function, q_length, device):
+    ahead, all_before = (False, True) if not usual else _neighbours(mask_function, rest["batch_size"], q_length, device)
+    if not usual or "allow_is_bidirectional_skip" in rest or ahead:
         built: torch.Tensor | None = sdpa_mask(
             q_length=q_length,
             kv_length=kv_length,
@@ -87,7 +88,7 @@ def segments_mask(
             **rest,
         )
         return built
-    return torch.empty((1 if allow_is_causal_skip else 2, 1, window or 0, 0), dtype=torch.bool, device=device)
+    return torch.empty((1 if all_before else 2, 1, window or 0, 0), dtype=torch.bool, device=device)
 
 
 def announced(window: int | None, device: torch.device | str) -> torch.Tensor:
@@ -158,13 +159,15 @@ def _rules(module: nn.Module, settings: dict[str, Any]) -> _Rules:
     )
 
 
-def _sees_ahead(mask_function: Callable[..., Any], length: int, device: Any) -> bool:
-    """Whether some token sees the one after it, as within images: then there is more to the mask than segments."""
-    if length < 2:
-        return False
-    tokens = torch.arange(length - 1, device=device)
-    zero = torch.zeros_like(tokens)
-    return bool(torch.as_tensor(mask_function(zero, zero, tokens, tokens + 1)).any())
+def _neighbours(mask_function: Callable[..., Any], num_rows: int, length: int, device: Any) -> tuple[bool, bool]:
+    """Whether some token of a batch sees the one behind it, as within images: then there is more to the mask than
+    segments; and whether all see the one before, as they do in rows of one segment."""
+    rows_B1 = torch.arange(num_rows, device=device)[:, None]
+    tokens_1T = torch.arange(max(length - 1, 0), device=device)[None]
+    zero = torch.zeros_like(tokens_1T)
+    ahead = torch.as_tensor(mask_function(rows_B1, zero, tokens_1T, tokens_1T + 1)).any()
+    before = torch.as_tensor(mask_function(rows_B1, zero, tokens_1T + 1, tokens_1T)).all()
+    return bool(ahead), bool(before)
 
 
 def _check_announced(module: nn.Module, announced: torch.Tensor, rules: _Rules, *, planned: bool) -> None:

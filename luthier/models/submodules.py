@@ -80,6 +80,14 @@ def families_of(config: PretrainedConfig) -> list[Family]:
     return [row for row in FAMILIES.values() if config.model_type in row.model_types] if is_multimodal(config) else []
 
 
+def undrawn(config: PretrainedConfig) -> str | None:
+    """Why answers of such a model are not learned from; None where they are."""
+    if (family := decoder_family(config)) is not None:
+        return f"answers of {family.name} are not drawn: its decoder stands beside an encoder"
+    reasons = [f"answers of {row.name} are not drawn: {row.undrawn}" for row in families_of(config) if row.undrawn]
+    return reasons[0] if reasons else None
+
+
 def find_parts(model: PreTrainedModel) -> ModelParts:
     """The parts, where the row of the model's family has them, else where transformers finds its encoders."""
     if not is_multimodal(model.config):

@@ -24,7 +24,7 @@ from luthier.models import adapter_files, adapters
 from luthier.models.model import LoadedModel, load_model, quantize_whole, run_precision
 from luthier.models.quantized import is_quantized
 from luthier.models.sharding import give_up_gathered, is_sharded, place, unsharded_class, whole_weights
-from luthier.models.submodules import decoder_family, text_attention
+from luthier.models.submodules import text_attention, undrawn
 from luthier.models.vocabulary import Vocabulary
 from luthier.objectives.policy_losses import Advantage
 from luthier.packing import Segments
@@ -226,8 +226,8 @@ def _rollouts(
     objective = OBJECTIVES[config.objective.name]
     if not objective.on_policy:
         return None
-    if (family := decoder_family(run_model.loaded.model.config)) is not None:
-        raise ModelError(f"answers of {family.name} are not drawn in training", hint="set objective: sft")
+    if (reason := undrawn(run_model.loaded.model.config)) is not None:
+        raise ModelError(reason, hint="set objective: sft")
     media = run_model.media
     local = LocalEngine(run_model.model, tokenizer, media=run_model.media, batch_size=config.rollout.batch_size)
     delivery = _delivery(config, run_model, local, losses, hooks)

@@ -39,7 +39,7 @@ from luthier.models.model import build_weightless, check_choices, check_quantize
 from luthier.models.quantized import bytes_when_quantized
 from luthier.models.routers import balanced_routers, choose_experts
 from luthier.models.sharding import compilable_layers, divisible_layers, refuse_other_ways
-from luthier.models.submodules import decoder_family
+from luthier.models.submodules import decoder_family, undrawn
 from luthier.models.vocabulary import Vocabulary
 from luthier.rewards.judging import RewardJudge
 from luthier.training.arguments import optimization
@@ -319,8 +319,8 @@ def _generation(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
     """Whether this model can answer in training, and answers as long as it may."""
     evaluation, objective = draft.config.eval, draft.config.objective.name
     family = decoder_family(model.config)
-    if family is not None and OBJECTIVES[objective].on_policy:
-        what = f"{objective} learns from answers that the run draws, and answers of {family.name} are not drawn"
+    if OBJECTIVES[objective].on_policy and (reason := undrawn(model.config)) is not None:
+        what = f"{objective} learns from answers that the run draws, and {reason}"
         yield draft.problem("objective.name", what, "set objective: sft")
     if not evaluation.generate_rows:
         return

@@ -10,10 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 import luthier
+from luthier.config.schema import GenerateConfig
+from luthier.engines.engine import Completion
+from luthier.engines.local import LocalEngine
 from luthier.errors import RowError
 from luthier.media import MediaProcessor
 from luthier.media.families.family import PackingSupport
@@ -21,6 +26,7 @@ from luthier.media.families.table import FAMILIES
 from luthier.models.attention_inputs import Isolation
 from luthier.models.submodules import find_parts
 from luthier.records import Branch, ImageHeader, Segment, VideoHeader
+from luthier.training.generate import question_of
 from tests.conftest import reason_is
 from tests.families_matrix.matrix_cases import CASES, ELSEWHERE, MODELLESS, UNLEARNED, WITHOUT_FILMS
 from tests.families_matrix.matrix_product import CPU, Product, make_product
@@ -166,6 +172,49 @@ def test_a_packed_row_means_what_its_rows_mean_alone_or_the_run_says_why_not(
             [logits] = model(**chosen.inputs(product.batch(numbers, packed=True), device=CPU)).logits
         for number, segment in zip(numbers, logits.split([len(product.segments[n]) for n in numbers]), strict=True):
             assert close(segment, alone[number]), product.rows[number].shape
+
+
+def test_answers_are_drawn_and_scored_with_the_probabilities_of_the_model_s_own_forward_pass(
+    product: Product, model: Any
+) -> None:
+    """A row with a picture and one without, in one batch of the engine, with the attention that a run trains with."""
+    if product.family.undrawn:
+        pytest.skip(product.family.undrawn)
+    tokenizer = luthier.load_tokenizer(product.folder)
+    stops = frozenset(tokenizer.stop_token_ids)
+    shapes = ("one",) if product.family.name == "paligemma" else ("one", "text")  # its class asks for pictures
+    numbers = [number for number, row in enumerate(product.rows) if row.shape in shapes][: len(shapes)]
+    questions = {number: question_of(product.segments[number], stops) for number in numbers}
+    engine = LocalEngine(model, tokenizer, media=product.media, batch_size=2)
+    settings = GenerateConfig(do_sample=True, max_new_tokens=4, seed=1)
+    slots = product.media.processor.slot_ids(tokenizer.vocab_size)
+    compared = 0
+    for answer in engine.generate([question.request(number, settings) for number, question in questions.items()]):
+        assert isinstance(answer, Completion)
+        question, ids = questions[answer.key], answer.ids.tolist()
+        count = next((place for place, token in enumerate(ids) if token in slots), len(ids))
+        right = answered(product, model, answer.key, len(question.prompt), ids)[:count]
+        assert answer.logprobs[:count] == pytest.approx(right, abs=1e-4)
+        whole = np.concatenate([question.prompt, answer.ids]).astype(np.int32)
+        scored = engine.score(whole, len(question.prompt), question.media)[:count]
+        assert scored == pytest.approx(right, abs=1e-4)
+        compared += count
+    assert compared
+
+
+def answered(product: Product, model: Any, number: int, start: int, ids: list[int]) -> NDArray[np.float32]:
+    """What the model alone thinks of an answer behind a row's prompt, with what the family's own processor makes of
+    the row; along the answer the inputs are as along the row's own."""
+    inputs = product.own([number])
+    width = inputs["input_ids"].shape[1]
+    for name, value in inputs.items():
+        if value.ndim >= 2 and value.shape[:2] == (1, width) and not value.is_floating_point():
+            tail = value[:, start : start + 1].expand(1, len(ids), *value.shape[2:])
+            tail = torch.tensor([ids]) if name == "input_ids" else tail
+            inputs[name] = torch.cat([value[:, :start], tail], dim=1)
+    with torch.no_grad():
+        logps_NV = model(**inputs, use_cache=False).logits[0, start - 1 : -1].float().log_softmax(-1)
+    return np.asarray(logps_NV.gather(1, torch.tensor(ids)[:, None])[:, 0].numpy())
 
 
 def test_every_family_that_sees_is_here_or_has_a_reason() -> None:

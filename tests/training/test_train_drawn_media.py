@@ -26,6 +26,7 @@ from luthier.engines.engine import Completion, Refusal, Request
 from luthier.engines.local import LocalEngine
 from luthier.errors import ConfigError, TrainingError
 from luthier.loader.settings import media_of
+from luthier.media import MediaProcessor
 from luthier.media.files.decoding import DecodedImage
 from luthier.metrics.table import METRICS, Metric
 from luthier.preparation.prepare import prepare
@@ -33,6 +34,8 @@ from luthier.training.fit import fit
 from luthier.training.preflight import check_run
 from luthier.training.report.result import RunResult
 from luthier.training.rollouts.drawing import SLOTS
+from tests.families_matrix.matrix_cases import CASES
+from tests.families_matrix.matrix_product import make_product
 from tests.media.media_files import image_file, picture
 from tests.media.tiny_folder import write_folder
 
@@ -44,6 +47,17 @@ ROLLOUT: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METRICS._rows, "evenness", Metric(of_row=evenness))
+
+
+# Families whose answers are not learned from, with a word of the reason.
+UNDRAWN = {"nemotron_parse": "encoder", "hunyuan_vl": "positions", "janus": "generates", "minimax_m3_vl": "batch"}
+
+
+MARKS = {
+    "glm4v": ["<|image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>"],
+    "ernie4_5_vl_moe": [f"<|{kind}_{end}|>" for kind in ("IMAGE", "VIDEO") for end in ("PLACEHOLDER", "START", "END")],
+    "idefics3": ["<image>"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -183,12 +197,24 @@ def test_answers_that_draw_a_slot_of_a_picture_are_told_and_not_learned_from(
     assert media is not None and media.processor.slot_ids(encoder.tokenizer.vocab_size) == frozenset(slots)
 
 
-def test_a_decoder_beside_an_encoder_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", UNDRAWN)
+def test_families_whose_answers_are_of_other_probabilities_are_refused_by_name(family: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     rows = write_questions(tmp_path)
-    model = tiny_nemotron_parse.write_folder(tmp_path / "model")
+    if family == "nemotron_parse":
+        model = tiny_nemotron_parse.write_folder(tmp_path / "model")
+    else:
+        model = make_product(CASES[family], tmp_path / "model").folder
     path.write_text(f"model: {model}\ndata: {{train: {rows}}}\nobjective: rl\n")
     with pytest.raises(ConfigError) as caught:
         check_run(load_draft(path))
-    (problem,) = [each for each in caught.value.problems if each.key == "objective.name"]
-    assert "nemotron" in problem.what.lower()
+    [problem] = [each for each in caught.value.problems if each.key == "objective.name"]
+    assert family in problem.what and UNDRAWN[family] in problem.what
+
+
+def test_what_marks_a_video_s_frames_and_what_routes_to_experts_for_pictures_are_no_text() -> None:
+    """Without them in the answer GLM would take a later picture for a video, ERNIE send text to a picture's experts."""
+    for family, tokens in MARKS.items():
+        media = MediaProcessor.of(CASES[family].processor(), model_type=family)
+        tokenizer = media.processor.tokenizer
+        assert {tokenizer.convert_ids_to_tokens(each) for each in media.slot_ids(len(tokenizer))} == set(tokens), family

@@ -18,7 +18,7 @@ import luthier
 from luthier.collation import CollateSettings, MediaInputs
 from luthier.layout import token_types
 from luthier.models.isolation import choose_isolation
-from luthier.models.submodules import model_needs
+from luthier.models.submodules import model_needs, text_attention
 from luthier.records import Sample
 from tests.media.media_files import image_file, picture
 from tests.media.tiny_av_processors import gemma3n, gemma4
@@ -137,3 +137,30 @@ def test_packed_rows_with_pictures_compute_what_they_compute_alone(name: str, as
     torch.testing.assert_close(packed, right, atol=1e-3 * float(right.abs().max()), rtol=1e-3)
     # the comparison can fail: without token types pictures are causal
     assert float((causal - right).abs().max()) > 1e-2 * float(right.abs().max())
+
+
+def test_rows_without_padding_that_begin_with_one_of_words_are_prompts_and_no_packed_rows(folder: Path) -> None:
+    """As an engine asks the model that is trained: what transformers announces of such a batch is no packed row."""
+    torch.manual_seed(0)
+    model = tiny_gemma3(processor_of("gemma3")).eval()
+    samples, media = samples_of("gemma3", folder), inputs_of("gemma3", folder, model.config)
+    seen = luthier.collate(samples[:1], layout="padded", media=media).model_inputs
+    words = seen["input_ids"].new_tensor(samples[1].input_ids).repeat(9)[: seen["input_ids"].shape[1]]
+    types = seen["token_type_ids"]
+    batches = [
+        {"input_ids": words[None], "token_type_ids": torch.zeros_like(types)},
+        {
+            "input_ids": torch.stack([words, seen["input_ids"][0]]),
+            "token_type_ids": torch.cat([torch.zeros_like(types), types]),
+            "pixel_values": seen["pixel_values"],
+        },
+    ]
+    with torch.no_grad():
+        right = [model(**batch).logits for batch in batches]
+        choose_isolation(model, WORDS, HOW, device=CPU, needs=model_needs(model))
+        assert text_attention(model) == "luthier_segments"
+        found = [model(**batch).logits for batch in batches]
+        prompts = {name: value[:1] for name, value in batches[0].items()}
+        model.generate(**prompts, max_new_tokens=2, do_sample=False)
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4 * float(other.abs().max()), rtol=1e-4)

@@ -245,6 +245,7 @@ class Family:
     chat_template for processors that come without one
     positions     name of the scheme in `layout.position_schemes`; None: 1-D
     packing       PADDED has a ``reason``, which the plan prints
+    undrawn       why a run does not learn from answers that this model gives (objective: rl); "": it does
     version       of a plugin's row: rows with media that are in the store under another one are encoded again
     """
 
@@ -272,6 +273,7 @@ class Family:
     attention: Attention = Attention.CAUSAL
     packing: PackingSupport = PackingSupport.PACKED
     reason: str = ""
+    undrawn: str = ""
     modules: Modules
     version: str = ""
 

@@ -126,6 +126,7 @@ ROWS = (
         batching=IMAGES,
         token_inputs=KINDS,
         positions="indexed",
+        undrawn="its class gives pictures other positions when it generates than in its own forward pass",
         modules=Modules(tower=("model.vision_tower",), projector=("model.vision_tower.perceive",)),
     ),
     Family(
@@ -165,6 +166,7 @@ ROWS = (
         batching=FRAMES,
         packing=PackingSupport.PADDED,
         reason="its sparse attention chooses blocks of tokens, which know no segments",
+        undrawn="its attention chooses blocks that begin with what fills a batch up, so answers depend on their batch",
         modules=Modules(tower=("model.vision_tower",), projector=("model.multi_modal_projector",)),
     ),
     Family(

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ from luthier.media.families.family import (
     Rule,
     Settings,
 )
+from luthier.media.families.rules import expert_kinds
 from luthier.media.families.table import family_of
 from luthier.media.files.decoding import DecodedAudio, DecodedImage
 from luthier.media.processors.calling import (
@@ -172,8 +174,28 @@ class MediaProcessor:
         return np.asarray(self.processor.create_mm_token_type_ids([input_ids.tolist()])[0], dtype=np.int64)
 
     def slot_ids(self, num_ids: int) -> frozenset[int]:
-        """Which of the first ``num_ids`` ids stand for media, and so are no text."""
-        return frozenset(np.flatnonzero(self.token_types(np.arange(num_ids))).tolist())
+        """Which of the first ``num_ids`` ids stand for media or make others do so, and so are no text."""
+        ids, vocabulary = np.arange(num_ids), self.processor.tokenizer.get_vocab()
+        placeholders = [self.placeholder(kind) for kind in self.kinds]
+        found = {vocabulary[token] for token in placeholders if token in vocabulary}
+        if len(signature(self.processor.create_mm_token_type_ids).parameters) == 1:  # Idefics 3 asks for lengths, too
+            found |= set(np.flatnonzero(self.token_types(ids)).tolist())
+        if expert_kinds in self.family.token_inputs.values():
+            found |= set(np.flatnonzero(expert_kinds(self.processor, ids, {})).tolist())
+        if self.family.shared_slots is not None:  # a picture's tokens, and a video's between the marks around it
+            found |= self._marks_of_slots(ids, min(found))
+        return frozenset(found)
+
+    def _marks_of_slots(self, ids: NDArray[np.int64], slot: int) -> set[int]:
+        """Ids behind which a slot is of another kind."""
+        begins = self._turning(ids, [slot])
+        return begins.union(*(self._turning(ids, [mark, slot]) for mark in begins))
+
+    def _turning(self, ids: NDArray[np.int64], behind: list[int]) -> set[int]:
+        """Ids before which the last one of ``behind`` is of another kind than without them."""
+        [usual] = self.processor.create_mm_token_type_ids([behind])
+        told = self.processor.create_mm_token_type_ids([[token, *behind] for token in ids.tolist()])
+        return {token for token, types in enumerate(told) if types[-1] != usual[-1]}
 
     def expand(self, items: Sequence[MediaHeader], following: Sequence[str] = ()) -> list[str]:
         """The string for each item of one inference context, in the order of their placeholders.
