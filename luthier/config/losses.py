@@ -282,11 +282,17 @@ def _engine(draft: Draft) -> Iterator[Problem]:
             yield draft.problem(key, "the token would travel unencrypted", "use an https address, or this machine")
         if url in engine.url[:number]:
             yield draft.problem(key, f"{url} stands here twice", "remove one")
-    if not engine.is_elsewhere:
-        for name in ("token_env", "weights"):
-            if getattr(engine, name) is not None:
-                what = "only servers read it, and rollout.engine.url names none"
-                yield draft.problem(f"rollout.engine.{name}", what, "add rollout.engine.url, or remove it")
+    if engine.url and engine.ray is not None:
+        yield draft.problem("rollout.engine.ray", "servers are named, too (rollout.engine.url)", "remove one of both")
+    for name, is_read, way in (
+        ("token_env", bool(engine.url), "rollout.engine.url"),
+        ("weights", engine.is_elsewhere, "rollout.engine.url"),
+        ("actors", engine.ray is not None, "rollout.engine.ray"),
+        ("actor_gpus", engine.ray is not None, "rollout.engine.ray"),
+    ):
+        if getattr(engine, name) != type(engine).model_fields[name].default and not is_read:
+            what = f"only what {way} names reads it, and that is not set"
+            yield draft.problem(f"rollout.engine.{name}", what, f"add {way}, or remove it")
     if not rollout.staleness:
         return
     learned = OBJECTIVES[draft.config.objective.name].learned

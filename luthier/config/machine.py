@@ -24,7 +24,7 @@ from luthier.config.explain import nearest
 from luthier.config.inputs import SourceConfig
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import HeadKernel, Precision
-from luthier.errors import Problem
+from luthier.errors import Problem, install_hint
 from luthier.writing import counted
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -242,7 +242,8 @@ _DEVICE_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")  # NVIDIA's, on Te
 def check_machine(draft: Draft) -> list[Problem]:
     """All problems of a run that is to be trained here with what is installed and plugged in."""
     checks: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
-        _training_packages, _trackers, _optimizer, _quantization, _kernels, _attention, _device, _compiler, _folders,
+        _training_packages, _trackers, _optimizer, _quantization, _further_packages, _attention, _device, _compiler,
+        _folders,
     )  # fmt: skip
     return [problem for check in checks for problem in check(draft)]
 
@@ -340,7 +341,7 @@ def _quantization(draft: Draft) -> Iterator[Problem]:
                 yield draft.problem(key, what, f"set {key}: nf4")
 
 
-def _kernels(draft: Draft) -> Iterator[Problem]:
+def _further_packages(draft: Draft) -> Iterator[Problem]:
     config = draft.config
     asked = [
         ("model.use_liger_kernel", config.model.use_liger_kernel is True),
@@ -352,6 +353,8 @@ def _kernels(draft: Draft) -> Iterator[Problem]:
     if config.model.tokenizer_backend == "fastokens" and not is_installed("fastokens"):
         hint = "pip install fastokens; or set model.tokenizer_backend: auto"
         yield draft.problem("model.tokenizer_backend", "this needs fastokens, not installed here", hint)
+    if config.rollout.engine.ray is not None and not is_installed("ray"):
+        yield draft.problem("rollout.engine.ray", "this needs ray, not installed here", install_hint("ray"))
 
 
 def _attention(draft: Draft) -> Iterator[Problem]:

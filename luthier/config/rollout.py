@@ -175,6 +175,13 @@ class EngineConfig(Section):
     ([rl.md](rl.md#samplers-elsewhere)). Several share the answers."""
     token_env: NonEmpty | None = None
     """Environment variable with the token that the servers want."""
+    ray: NonEmpty | None = None
+    """Ray cluster whose processes draw them, in place of servers: ``auto`` (the one of this node), ``local`` (processes
+    of this machine), ``ray://host:10001`` ([rl.md](rl.md#on-a-ray-cluster))."""
+    actors: Size = 1
+    """With ``ray``: how many processes draw, each with a model of its own."""
+    actor_gpus: NonNegative = 0.0
+    """With ``ray``: GPUs of each of them."""
     weights: PathLike | None = None
     """Folder that the run puts its weights into after each update, and that the servers read them from. Default:
     ``weights`` in ``output.dir``."""
@@ -184,7 +191,7 @@ class EngineConfig(Section):
     @property
     def is_elsewhere(self) -> bool:
         """Whether something else draws them than the model in this process."""
-        return bool(self.url)
+        return bool(self.url) or self.ray is not None
 
 
 class RolloutConfig(Section):

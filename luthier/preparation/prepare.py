@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.config.machine import usable_cores
 from luthier.config.schema import RunConfig
 from luthier.errors import BudgetError, UserError, install_hint
 from luthier.ledger import Ledger
@@ -251,10 +253,10 @@ def resolve_units_with_ray(
 
     Raises `UserError` if Ray is not installed or no cluster answers, and what `Resolver.resolve` raises.
     """
-    ray = _import_ray()
+    ray = import_ray("--ray")
     is_mine = not ray.is_initialized()
     if is_mine:
-        _connect(ray, address)
+        connect(ray, address, option="--ray")
     try:
         yield from place_units(units, _results(ray, units, resolver), resolver)
     finally:
@@ -314,16 +316,23 @@ def _result(ray: Any, finished: object) -> TaskDone:
     return found
 
 
-def _import_ray() -> Any:
+def import_ray(option: str) -> Any:
+    """The package. Raises `UserError` where it is not installed, saying which ``option`` wants it."""
     try:
         return import_module("ray")
     except ImportError as error:
-        raise UserError("--ray: the package 'ray' is not installed", hint=install_hint("ray")) from error
+        raise UserError(f"{option}: the package 'ray' is not installed", hint=install_hint("ray")) from error
 
 
-def _connect(ray: Any, address: str) -> None:
+def connect(ray: Any, address: str, *, option: str, cpus: int | None = None) -> None:
+    """Join the cluster at ``address``; on this machine alone (``local``) with at least so many ``cpus``. Raises
+    `UserError`."""
+    more: dict[str, Any] = {}
+    if address == "local":  # its processes work for this command, and for nobody else
+        more["_system_config"] = {"worker_niceness": 0}
+        more["num_cpus"] = usable_cores() if cpus is None else max(cpus, usable_cores())
     try:
-        ray.init(address=address, log_to_driver=False)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **more)
     except (ConnectionError, ValueError) as error:
-        hint = "`ray start --head` begins a cluster; `--ray local` uses the cores of this machine"
-        raise UserError(f"--ray {address}: no cluster answers: {error}", hint=hint) from error
+        hint = f"`ray start --head` begins a cluster; {option} local uses the cores of this machine"
+        raise UserError(f"{option} {address}: no cluster answers: {error}", hint=hint) from error

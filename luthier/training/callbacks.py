@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,10 +231,12 @@ def evaluations_without_gain(values: Sequence[float], *, threshold: float, great
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hooks:
-    """How a run talks, how it is told to stop, and the caller's own callbacks, which come behind ours."""
+    """How a run talks, how it is told to stop, what is closed at its end, and the caller's own callbacks, which come
+    behind ours."""
 
     tell: EventListener
     stop: StopAgreement
+    closing: ExitStack
     callbacks: tuple[TrainerCallback, ...] = ()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -146,9 +147,10 @@ def _fit(
         for note in idle_gpus(world.size, num_gpus):
             tell(Note(text=note))
         config = as_packed(config, tokenizer, tell)
-        with StopSignals() as signals, naming_lost_ranks(config.output.dir, world):
+        with StopSignals() as signals, naming_lost_ranks(config.output.dir, world), ExitStack() as closing:
             found = data if isinstance(data, RunData) else _open(data)
-            hooks = Hooks(tell=tell, stop=StopAgreement(signals, world), callbacks=callbacks)
+            stop = StopAgreement(signals, world)
+            hooks = Hooks(tell=tell, stop=stop, closing=closing, callbacks=callbacks)
             run = _begun(lambda: _set_up(config, tokenizer, found, hooks, listeners))
             result = result_of(run, started_at)
     finally:

@@ -24,7 +24,7 @@ from luthier.engines.engine import Ids, WeightsName
 from luthier.engines.http import HttpSampler
 from luthier.engines.json_client import JsonClient, token_from
 from luthier.engines.local import LocalEngine
-from luthier.engines.pool import PAUSES, SamplerPool
+from luthier.engines.pool import PAUSES, Sampler, SamplerPool
 from luthier.errors import SamplerLost, TrainingError, UserError
 from luthier.training.callbacks import Hooks
 from luthier.training.folder.checkpoint import replacing
@@ -32,6 +32,7 @@ from luthier.training.folder.staging import FILES
 from luthier.training.generate import Question
 from luthier.training.ranks import summed_over_ranks
 from luthier.training.report.events import Note
+from luthier.training.rollouts.ray_samplers import ray_samplers
 from luthier.training.streams import World
 from luthier.writing import counted
 
@@ -192,7 +193,7 @@ def delivery_of(
     table: Any = trained.model.get_input_embeddings()
     told = {"option": "rollout.engine.url", "token_option": "rollout.engine.token_env"}
     token = token_from(engine.token_env)
-    samplers = [
+    samplers: list[Sampler] = [
         HttpSampler(
             JsonClient(url, timeout=engine.timeout, token=token, **told),
             trained.tokenizer,
@@ -200,9 +201,12 @@ def delivery_of(
         )
         for url in engine.url
     ]
+    root = (engine.weights or config.output.dir / WEIGHTS).expanduser().resolve()
+    if engine.ray is not None:
+        samplers += ray_samplers(config, root, ranks=world.size, closing=hooks.closing)
     return Delivery(
         pool=SamplerPool(samplers, at_once=config.rollout.batch_size, pauses=PAUSES),
-        root=(engine.weights or config.output.dir / WEIGHTS).expanduser().resolve(),
+        root=root,
         save=save,
         trained=trained,
         floor=config.rollout.max_gap or floor,
