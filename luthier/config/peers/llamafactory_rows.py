@@ -232,13 +232,7 @@ def read_ppo(reading: Translator) -> None:
         )
     reading.read.discard("per_device_train_batch_size")
     reading.set("rollout.answers", 1, "stage")
-    epochs, size = reading.take("ppo_epochs"), reading.take("ppo_buffer_size")
-    if isinstance(epochs, int) and isinstance(size, int):
-        reading.set("rollout.updates", epochs * size, "ppo_epochs")
-        reading.told.append(
-            f"ppo_epochs: {counted(epochs * size, 'step learns', 'steps learn')} from answers of the same weights, "
-            "each from its own, where LLaMA-Factory learns from the same answers several times"
-        )
+    _buffer(reading)
     reading.set("objective.kl_target", reading.take("ppo_target"), "ppo_target")
     for key, way in (("ppo_score_norm", "remove the line, or scale the reward by rollout.rewards[0].weight"),
                      ("ppo_whiten_rewards", "remove the line: advantages are whitened in each step")):  # fmt: skip
@@ -252,6 +246,28 @@ def read_ppo(reading: Translator) -> None:
             if key not in reading.defaults:
                 reading.passed[key] = "what is learned from is drawn from all tokens, by rollout.temperature"
     _reward(reading)
+
+
+def _buffer(reading: Translator) -> None:
+    """How often answers of the same weights are learned from: ``ppo_epochs`` passes over ``ppo_buffer_size`` steps."""
+    epochs, size, steps = reading.take("ppo_epochs"), reading.take("ppo_buffer_size"), reading.take("max_steps")
+    reading.set("rollout.passes", epochs, "ppo_epochs")
+    reading.set("rollout.updates", size, "ppo_buffer_size")
+    if isinstance(steps, int) and isinstance(size, int) and steps > 0:
+        reading.set("train.max_steps", steps * size, "max_steps")
+    elif steps is not None:
+        reading.read.discard("max_steps")
+    if isinstance(size, int) and size > 1:
+        reading.told.append(
+            f"ppo_buffer_size: {counted(size, 'step learns', 'steps learn')} from answers of the same weights, each "
+            "from its own; LLaMA-Factory calls them all one step, so keys in steps count other steps here"
+            + (f", and max_steps {steps:,} are {steps * size:,}" if isinstance(steps, int) and steps > 0 else "")
+        )
+    if isinstance(epochs, int) and epochs > 1:
+        reading.told.append(
+            f"ppo_epochs: each step learns {epochs} times from its answers before the next one does, where "
+            "LLaMA-Factory goes through all answers of its buffer, and then again"
+        )
 
 
 def _reward(reading: Translator) -> None:
