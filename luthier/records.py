@@ -238,7 +238,10 @@ class Message:
         return (
             self.role == "assistant"
             and self.train is None
-            and all(isinstance(part, Text) and part.train is None and not part.text.strip() for part in self.parts)
+            and all(
+                isinstance(part, Text | Thinking) and part.train is None and not part.text.strip()
+                for part in self.parts
+            )
         )
 
 

@@ -22,6 +22,7 @@ from typing import Never
 from luthier.errors import RowError
 from luthier.records import Message, Text, Thinking, ToolCall
 from luthier.rendering.control import ControlTokens
+from luthier.rendering.openings import closings_of, is_of_thought
 from luthier.writing import counted
 
 LONGEST_SHOWN = 60
@@ -45,12 +46,15 @@ def require_answer(
     control: ControlTokens,
     has_header: bool,
     may_lack_thought: bool,
+    closing: str = "",
     field: str,
 ) -> None:
     """Raise `RowError` unless ``learned``, without its stop, is the message with tags around its texts.
 
     ``has_header``: the template's prompts write a header, so that a name between control tokens (gpt-oss's channels) is
-    no header that the model would have to emit. ``may_lack_thought``: this turn's thought may be left out.
+    no header that the model would have to emit. ``may_lack_thought``: this turn's thought may be left out. ``closing``
+    closes the thought that the prompt leaves open, if it does: the model has to emit it, and the answer's own text may
+    not be what closes it.
     """
     thought = _text_of(message, Thinking)
     answer = _text_of(message, Text)
@@ -75,6 +79,7 @@ def require_answer(
             place = behind[0] if behind else place
         holes.insert(0, (place, place + len(text)))
         end = place
+    _require_closed(closing, learned, holes, has_answer=bool(answer), field=field)
     edges = [0, *(edge for hole in holes for edge in hole), len(learned)]
     rest = _HOLE.join(learned[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True))
     for call in calls:
@@ -93,6 +98,36 @@ def require_answer(
         added = list(_added_words(rest, control, has_header=has_header))
     if added:
         _refuse_added(added[0], (thought, answer), rest, field)
+
+
+def _require_closed(
+    closing: str, learned: str, holes: Sequence[tuple[int, int]], *, has_answer: bool, field: str
+) -> None:
+    """A thought is closed before the answer, and behind the thought, by another tag than one in the answer's own text.
+
+    ``<think>\\n`` asks, and of the answer ``</think> Yes.`` the template makes ``\\n</think> Yes.``: the model would
+    learn to close a thought where the row has a text. So it would where the turn itself opens one, ``<think>``.
+    """
+    stop = holes[-1][0] if has_answer else len(learned)
+    num_before = len(holes) - has_answer
+    begin = holes[num_before - 1][1] if num_before else 0
+    if not closing:
+        opened = [tag for tag in _TAG.finditer(learned, 0, stop) if is_of_thought(tag[0]) and not _is_in(tag, holes)]
+        closings = closings_of(opened[-1][0]) if opened else []
+        begin = max(begin, opened[-1].end()) if opened else begin
+        closing = next((tag for tag in closings if tag in learned[begin:]), "")
+    if closing not in learned[begin:stop]:
+        raise RowError(
+            "answer_changed",
+            f"a thought is opened, and what the model would learn behind it, {_short(learned)}, does not close it with "
+            f"{closing} before the answer; write a {closing} in the answer's text otherwise, or take a template that "
+            "leaves text as it is",
+            field=field,
+        )
+
+
+def _is_in(tag: re.Match[str], holes: Sequence[tuple[int, int]]) -> bool:
+    return any(start <= tag.start() < stop for start, stop in holes)
 
 
 def _refuse_added(added: str, texts: Sequence[str], rest: str, field: str) -> Never:

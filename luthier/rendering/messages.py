@@ -370,12 +370,17 @@ def has_written_thinking(message: Message) -> bool:
 
 def with_thinking_in_text(message: Message) -> Message:
     """For a template that knows no thinking: what a row had as part of its text is text again."""
-    return replace(
+    return _with_thinking(
         message,
-        parts=tuple(
-            Text(text=part.written, train=part.train, weight=part.weight)
-            if isinstance(part, Thinking) and part.written is not None
-            else part
-            for part in message.parts
-        ),
+        lambda part: part if part.written is None else Text(text=part.written, train=part.train, weight=part.weight),
     )
+
+
+def without_empty_thinking(message: Message) -> Message:
+    """For a template that knows thinking: a thought of no characters is none, as where a row has it in a field."""
+    return _with_thinking(message, lambda part: part if part.text else Text(text=""))
+
+
+def _with_thinking(message: Message, change: Callable[[Thinking], Part]) -> Message:
+    parts = (change(part) if isinstance(part, Thinking) else part for part in message.parts)
+    return replace(message, parts=tuple(parts))

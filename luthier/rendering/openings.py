@@ -64,14 +64,14 @@ def ending_of(prompt: str, known: Collection[str] | str) -> Ending:
     start = max(0, len(prompt) - LONGEST_ENDING)
     last = _CLOSE.search(prompt, max(start, start + len(prompt[start:].rstrip()) - LONGEST_TAG))
     found = None if last is None else _CLOSED.search(prompt, start)
-    if found is not None and found[4] in _closings(found[1]) and not _is_header(found[1] + found[2]):
+    if found is not None and found[4] in closings_of(found[1]) and not _is_header(found[1] + found[2]):
         return Ending(header_end=found.start(), opening=found[1] + found[2], closing=found[4], space=found[3])
     found = last
     if found is not None and _OF_THOUGHT.search(found[1]) and (opened := _opened_by(found[1], known)):
         return Ending(header_end=found.start(), opening=opened, closing=found[1])
     found = _OPEN.search(prompt, start)
     if found is not None and not _OF_TURN.search(found[1]):
-        closings = _closings(found[1])
+        closings = closings_of(found[1])
         closing = next((tag for tag in closings if tag in known), None)
         if closing is None and closings and _OF_THOUGHT.search(found[1]):
             closing = closings[0]
@@ -79,6 +79,17 @@ def ending_of(prompt: str, known: Collection[str] | str) -> Ending:
             opening, space = found[1] + found[2], found[3]
             return Ending(header_end=found.start(), opening=opening, closing=closing, space=space, is_open=True)
     return Ending(header_end=len(prompt))
+
+
+def closing_of_thought(prompt: str, known: Collection[str] | str) -> str:
+    """The tag that closes the thought which a generation prompt opens; "" where it opens none."""
+    ending = ending_of(prompt, known)
+    return ending.closing if ending.is_open and _OF_THOUGHT.search(ending.opening) else ""
+
+
+def is_of_thought(tag: str) -> bool:
+    """Whether a tag opens a thought, by its name."""
+    return bool(_OF_THOUGHT.search(tag)) and "/" not in tag and not re.search("end|END", tag)
 
 
 def _is_header(opening: str) -> bool:
@@ -225,7 +236,7 @@ def common_length(one: str, other: str) -> int:
     return low
 
 
-def _closings(opening: str) -> list[str]:
+def closings_of(opening: str) -> list[str]:
     """Tags that would close what a tag opens, the likeliest first: ``<think>`` -> ``</think>``, ``<|channel>`` ->
     ``<channel|>``.
     """

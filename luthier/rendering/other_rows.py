@@ -35,7 +35,15 @@ from luthier.records import (
 from luthier.rendering.blueprint import Filled, PreferenceData
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.messages import MediaSlots, kind_of_media
-from luthier.rendering.paths import Path, ended_by_next_turn, no_stop, path_of, require_every_part, whole_row
+from luthier.rendering.paths import (
+    Path,
+    ended_by_next_turn,
+    no_stop,
+    path_of,
+    require_every_part,
+    require_stop,
+    whole_row,
+)
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.targets import closing_weight, part_weight
 from luthier.rendering.template import Recording
@@ -152,9 +160,12 @@ def for_rewards(row: Conversation) -> str:
     return msgspec.json.encode({"expected": row.expected, "columns": row.columns}).decode()
 
 
-def nothing_learned(row: Conversation) -> str:
-    """Why nothing of a row is trained, in words."""
+def nothing_learned(row: Conversation, train_on: TrainOn) -> str:
+    """Why nothing of a row is trained, in words; ``train_on`` is the run's or, where it has one, the row's own."""
     if any(message.role == "assistant" for message in row.messages):
+        if train_on is TrainOn.NONE:
+            key = "template.train_on" if row.train_on is None else "train_on of its data set"
+            return f"{key} is none, and no message of this row says train: true (set it to assistant)"
         return "no message of this row is trained"
     return "it has no answer that could be learned (objective rl has the model answer such rows)"
 
@@ -297,6 +308,8 @@ def one_path(
             if needs_stop and span.stop == span.end and path.stop is None:
                 raise no_stop(control, index)
             path.end = span.end if is_last else None
+        if needs_stop:
+            require_stop(history, recording, control, span)
         path.spans.append(span)
         left_out = _thoughts_of_its_own_time(context, messages[index], index) if index < turns[-1] else set()
         require_every_part(recording, span, history, but=left_out)

@@ -144,6 +144,8 @@ def paths_of(
             span = span or open_span(home.recording, index, context.seam, whole=stop is not None)
             if needs_stop and span.stop == span.end and stop is None:
                 raise no_stop(control, index)
+        if needs_stop:
+            require_stop(history, home.recording, control, span)
         span = ended_where_inference_ends(home.recording, control, span, history)
         if (home is not trunk and not home.spans) or (home.stop is not None and home.end is None):
             home.end = span.end
@@ -350,6 +352,25 @@ def no_stop(control: ControlTokens, index: int) -> RowError:
         f"the template ends this turn with no stop token ({', '.join(sorted(control.stops)) or 'none is known'}), "
         "so a model trained on it would never stop; set template.train_stop: false to train it all the same",
         field=f"messages[{index}]",
+    )
+
+
+def require_stop(history: RowHistory, recording: Recording, control: ControlTokens, span: CompletionSpan) -> None:
+    """Raise `RowError` if a turn ends with a special token on which inference goes on, under a template that ends other
+    turns with one on which it stops.
+
+    Where the template writes none of these, the end of its turns is taken for what the model is to stop on.
+    """
+    last = recording.sketch[span.stop : span.end].strip()
+    is_stop = any(end == len(last) and token in control.stops for _, end, token in control.find(last))
+    if not last or is_stop or not any(stop in history.template.literals for stop in control.stops):
+        return
+    raise RowError(
+        "no_stop",
+        f"the template ends this turn with {last}, and inference stops on {', '.join(sorted(control.stops))}: if the "
+        "model is to stop there, add it to eos_token_id in the model's generation_config.json, else take another "
+        "template",
+        field=f"messages[{span.message}]",
     )
 
 

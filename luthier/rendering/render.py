@@ -42,8 +42,9 @@ from luthier.rendering.messages import (
     no_slots,
     with_strings,
     with_thinking_in_text,
+    without_empty_thinking,
 )
-from luthier.rendering.openings import ending_of
+from luthier.rendering.openings import closing_of_thought, ending_of
 from luthier.rendering.other_rows import (
     ComparedRow,
     as_question,
@@ -249,6 +250,8 @@ class Renderer:
             if self._has_letters_for_tags(row):
                 notes = (*notes, (THOUGHT_IN_LETTERS, 1))
             row = replace(row, messages=tuple(map(with_thinking_in_text, row.messages)), notes=notes)
+        elif any(isinstance(part, Thinking) and not part.text for message in row.messages for part in message.parts):
+            row = replace(row, messages=tuple(map(without_empty_thinking, row.messages)))
         if row.add_generation_prompt:  # all of it is context, whatever the row or a rule says
             row = replace(row, messages=tuple(map(unlearned, row.messages)), train_on=TrainOn.NONE.value)
         return row
@@ -269,9 +272,11 @@ class Renderer:
                 prompt = template.render([Message(role="user", parts=(Text(text="so"),))], generation_prompt=True)
             except RowError:
                 prompt = ""
-            known = "\0".join((template.literals, *sorted(self.control.tokens)))
-            self._opens_thought = ending_of(prompt, known).is_open
+            self._opens_thought = ending_of(prompt, self._known_tags(template)).is_open
         return self._opens_thought
+
+    def _known_tags(self, template: ChatTemplate) -> str:
+        return "\0".join((template.literals, *sorted(self.control.tokens)))
 
     def _build(
         self, row: Conversation, template: ChatTemplate, shapes: tuple[MessageShape, ...], strings: list[str]
@@ -282,7 +287,7 @@ class Renderer:
         if not turns and not weights.supplied and not row.add_generation_prompt:
             if any(what == BLANK_ANSWER for what, _ in row.notes):
                 raise RowError("blank_answer", "the answer is blank, and nothing else of this row is trained")
-            raise RowDropped("no_target", nothing_learned(row))
+            raise RowDropped("no_target", nothing_learned(row, train_on))
         _refuse_too_many(row, max(1, len(turns)), self.policy.history)
         try:
             return self._made(RowHistory(template, row, shapes, strings, self._recordings), turns, weights)
@@ -413,6 +418,7 @@ class Renderer:
                 control=self.control,
                 has_header=template.header != "",
                 may_lack_thought=one_rendering and span.message < last,
+                closing=closing_of_thought(path.recording.sketch[: span.seam], self._known_tags(template)),
                 field=f"messages[{span.message}]",
             )
 

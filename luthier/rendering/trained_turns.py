@@ -129,6 +129,15 @@ def context_of(template: ChatTemplate, history: History, index: int, control: Co
         found = one.behind_opened()
         if found is not None:
             return found
+    tag = next((tag for one in asked if (tag := one.mentioned_tag()) is not None), None)
+    if tag is not None:
+        raise RowError(
+            "prompt_not_reproduced",
+            f"the answer's text has {tag}, which ends or begins a thought in this chat template's generation prompts, "
+            "so it would be read as the template's; write it otherwise, or, if it does end a thought, put the thought "
+            "into a field of its own (reasoning_content)",
+            field=f"messages[{index}]",
+        )
     switches = [name for name in THINKING_SWITCHES if name in template.variables]
     hint = f"; template.kwargs ({', '.join(switches)}) may contradict this row" if switches else ""
     raise RowError(
@@ -174,7 +183,7 @@ class _Asked:
     def behind_header(self) -> Context | None:
         """The turn behind its header, where the prompt opens no thought that the model would have to close."""
         start = None if self.ending.is_open else self._header_end()
-        if start is None or (self.ending.closing and (self._thoughts() or self._mentions_tags())):
+        if start is None or (self.ending.closing and (self._thoughts() or self.mentioned_tag() is not None)):
             return None
         if self.ending.closing:
             start = behind_closed(self.ending, self.turn.sketch, start)
@@ -188,7 +197,7 @@ class _Asked:
         own = behind_opened(self.ending, self.turn.sketch, start)
         if own is not None:  # the turn has the whole thought
             return self._spliced(own)
-        if self._mentions_tags():
+        if self.mentioned_tag() is not None:
             return None
         thoughts = self._thoughts()
         if thoughts and self._prints_thought(start):  # with other tags than the prompt's
@@ -236,15 +245,15 @@ class _Asked:
                 found.append((char, owner))
         return found
 
-    def _mentions_tags(self) -> bool:
-        """Whether the answer's text has the thought's tags in it: what the template would do with them is not known."""
-        found = False
+    def mentioned_tag(self) -> str | None:
+        """A tag of the prompt's thought in the answer's text, if any: what the template does with it is not known."""
+        found = None
         for part in self.history.texts(self.index):
             char = self.history.slot(self.index, part)
             for tag in filter(None, (self.ending.opening, self.ending.closing)):
                 has_tag = tag in self.history.value(char)
                 self.history.note(Guard("contains", (char, tag), (), has_tag))
-                found = found or has_tag
+                found = tag if has_tag else found
         return found
 
     def _prints_thought(self, start: int) -> bool:

@@ -27,6 +27,7 @@ from verify_chats import CHATS
 
 from luthier.check.verify.findings import Check
 from luthier.check.verify.row import RowVerifier
+from luthier.encoding.interface import _records
 from luthier.errors import RowError
 from luthier.presets import tokenizer_folder
 from luthier.records import Conversation
@@ -191,6 +192,49 @@ def test_what_verification_would_reject_is_not_trained(source: str, row: Convers
     with pytest.raises(RowError) as refused:
         encoder(chat_template=source + "{# #}").encode(row)
     assert refused.value.reason == reason
+
+
+# In the manner of DeepSeek R1, QwQ, Qwen3 and GLM: the prompt opens a thought, or the model does, and tags in an
+# answer's text are read.
+R1 = template("{{ m.content.split('</think>')[-1] }}<|im_end|>", ask=OPENED)
+QWQ = template("{{ m.content if loop.last else m.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>", ask=OPENED)
+TURN = (
+    "{% set thought = m.reasoning_content or '' %}{% set said = m.content %}{% if not thought and '</think>' in said %}"
+    "{% set thought = said.split('</think>')[0] %}{% set said = said.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+)
+QWEN = template(TURN + "<think>\n{{ thought.strip('\n') }}\n</think>\n\n{{ said }}<|im_end|>", ask=OPENED + "\n")
+GLM = template(TURN + "<think>{{ thought.strip() }}</think>\n{{ said }}<|im_end|>")
+TAGGED = (
+    "The tag </think> closes it.",
+    "</think> comes first.",
+    "It ends with </think>",
+    "First\n</think>\n\nthen.",
+    "</think>\n\nYes.",
+    "<think>\nHm.\n</think>\n\nYes.",
+    "<think>\n\n</think>\n\nYes.",
+    "<think></think>",
+    "</think>",
+    "So <think> it </think> is.",
+)
+
+
+@pytest.mark.parametrize("source", [R1, QWQ, QWEN, GLM], ids=["r1", "qwq", "qwen", "glm"])
+def test_an_answer_with_tags_of_thoughts_is_learned_as_verification_expects_or_refused(source: str) -> None:
+    under_test = encoder(chat_template=source)
+    verifier, asked = RowVerifier(under_test), {"role": "user", "content": "Q?"}
+    trained = set()
+    for text in TAGGED:
+        answer = {"role": "assistant", "content": text}
+        for more in ([], [asked, {"role": "assistant", "content": "Fine."}]):
+            (row,) = _records([{"messages": [asked, answer, *more]}], ())
+            try:
+                sample = under_test.encode(row)
+            except RowError as refused:
+                assert refused.reason in ("prompt_not_reproduced", "answer_changed", "answer_lost", "blank_answer")
+                continue
+            trained.add(text)
+            assert [str(violation) for violation in verifier.verify(row, sample).violations] == [], text
+    assert trained >= {*TAGGED[3:7]}
 
 
 # ------------------------------------------------------------------------------------------------- no false alarms

@@ -24,10 +24,18 @@ CALL = assistant("I look.", ToolCall(name="find", arguments={"what": 'a "b"', "w
 TAGS = assistant("The tag <think> opens and </think> closes.")
 
 
-def reason_of(message: Message, learned: str, *, has_header: bool = True, may_lack_thought: bool = False) -> str | None:
+def reason_of(
+    message: Message, learned: str, *, has_header: bool = True, may_lack_thought: bool = False, closing: str = ""
+) -> str | None:
     try:
         require_answer(
-            message, learned, control=CONTROL, has_header=has_header, may_lack_thought=may_lack_thought, field="m"
+            message,
+            learned,
+            control=CONTROL,
+            has_header=has_header,
+            may_lack_thought=may_lack_thought,
+            closing=closing,
+            field="m",
         )
     except RowError as error:
         return error.reason
@@ -87,6 +95,28 @@ def test_tags_and_white_space_around_the_texts_are_fine(message: Message, learne
 def test_text_that_is_lost_changed_repeated_or_added_is_named(message: Message, learned: str, reason: str) -> None:
     found = reason_of(message, learned)
     assert found == reason or (found, reason) == ("answer_changed", "answer_lost")
+
+
+@pytest.mark.parametrize(
+    "message, learned, closing",
+    [
+        (assistant("</think> Yes."), "\n</think> Yes.", "</think>"),
+        (assistant("Yes </think>"), "Yes </think>", "</think>"),
+        (SAID, "Yes.", "</think>"),
+        (SAID, "Yes.</think>", "</think>"),
+        (THOUGHT, "</think>Hm.Yes.", "</think>"),
+        (assistant("</think> Yes."), "<think>\n</think> Yes.", ""),
+    ],
+)
+def test_a_thought_that_the_answers_own_tag_would_close_is_not_learned(
+    message: Message, learned: str, closing: str
+) -> None:
+    assert reason_of(message, learned, closing=closing) == "answer_changed"
+
+
+def test_a_thought_that_the_template_closes_is_learned_whatever_tags_the_answer_has() -> None:
+    assert reason_of(TAGS, "\n</think>\n\nThe tag <think> opens and </think> closes.", closing="</think>") is None
+    assert reason_of(TAGS, "<think></think>The tag <think> opens and </think> closes.") is None
 
 
 def test_a_header_that_no_prompt_writes_is_a_word_of_the_template() -> None:

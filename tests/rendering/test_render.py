@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from luthier.config.schema import TrainOn
+from luthier.config.schema import HistoryRendering, TrainOn
 from luthier.errors import RowDropped, RowError
 from luthier.records import ControlPiece, Document, Piece, Preference, Text, TextPiece, Thinking, ToolCall
 from luthier.rendering.control import ControlTokens
@@ -202,6 +203,29 @@ def test_a_template_without_stop_is_refused_unless_the_stop_is_not_trained() -> 
         renderer(endless).render(TWO_TURNS)
     (path,) = renderer(endless, policy=TargetPolicy(train_stop=False)).render(TWO_TURNS).paths
     assert trained(path) == "hellobye"
+
+
+def test_a_row_of_which_nothing_is_learned_is_told_by_which_setting() -> None:
+    with pytest.raises(RowDropped, match=r"template\.train_on is none.*assistant", check=reason_is("no_target")):
+        renderer(policy=TargetPolicy(train_on=TrainOn.NONE)).render(TWO_TURNS)
+    with pytest.raises(RowDropped, match="train_on of its data set is none"):
+        renderer().render(replace(TWO_TURNS, train_on="none"))
+
+
+def test_a_turn_that_ends_with_a_token_on_which_inference_goes_on_is_refused_with_a_way_out() -> None:
+    gemma = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for call in m.tool_calls %}"
+        "{{ call.function.name + '<|tool_response>' }}{% else %}{{ '<|im_end|>\n' }}{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    row = conversation(user("u"), assistant(ToolCall(name="find", arguments={})))
+    tokens = CONTROL.tokens | {"<|tool_response>"}
+    control = replace(CONTROL, tokens=tokens, special=tokens)
+    for history in HistoryRendering:
+        with pytest.raises(RowError, match="generation_config", check=reason_is("no_stop")):
+            renderer(gemma, control, policy=TargetPolicy(history=history)).render(row)
+    (path,) = renderer(gemma, replace(control, stops=control.stops | {"<|tool_response>"})).render(row).paths
+    assert trained(path) == "find<|tool_response>"
 
 
 def test_a_stop_that_opens_the_next_turn_is_trained() -> None:

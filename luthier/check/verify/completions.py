@@ -184,7 +184,8 @@ def _faults_of(
                 yield Check.ANSWER_DECODES, f"words are learned that the row does not have: {short(_shown(words))}"
         return
     for name, item in said.items:
-        printed = sum(gap.count(item) for gap in gaps) if len(item) >= SHORTEST_REPEATED else 0
+        is_tag = re.fullmatch(_TAG, item) is not None  # the notation of a call may have it
+        printed = sum(gap.count(item) for gap in gaps) if len(item) >= SHORTEST_REPEATED and not is_tag else 0
         if printed and printed > sum(_times_in_call(item, arguments, text) for arguments in said.calls):
             yield Check.ANSWER_DECODES, f"the {name} is learned twice: {short(_shown(text))}"
     values = [value for gap in gaps for value in json_values(gap)]  # a thought or an answer may quote a call

@@ -33,6 +33,12 @@ from luthier.templating.sandbox import TEMPLATE_ERRORS, plain_environment
 Tools = Sequence[Mapping[str, object]]
 KINDS = {Image: "image", Video: "video", Audio: "audio"}
 THINKING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
+# A tag at the end of a prompt that opens a thought: <think>, [THINK], <|inner_prefix|>, <|channel>thought.
+_OPENS_THOUGHT = re.compile(
+    r"(?:<[^<>/\s]*(?:think|thought|reason|reflect|analysis|scratchpad|cot\b)[^<>/\s]*>|\[[^][/\s]*think[^][/\s]*\]|<\|channel>\w+"
+    r"|◁[^◁▷/\s]*think[^◁▷/\s]*▷)\s*$",
+    re.IGNORECASE,
+)
 WORD = "so"  # what a template is given to find out how it takes content
 
 
@@ -115,6 +121,17 @@ class PlainTemplate:
         names = {node.attr for node in self._tree.find_all(nodes.Getattr)}
         names |= {node.value for node in self._tree.find_all(nodes.Const) if isinstance(node.value, str)}
         return not names.isdisjoint(THINKING_FIELDS)
+
+    @cached_property
+    def knows_thinking(self) -> bool:
+        """Whether the template looks at a message's thinking, or opens a thought in its prompts for the model."""
+        if self.reads_thinking:
+            return True
+        try:
+            prompt = self.render([Message(role="user", parts=(Text(text=WORD),))], generation_prompt=True)
+        except RowError:
+            return False
+        return _OPENS_THOUGHT.search(prompt) is not None
 
     def render(
         self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False, **kwargs: object

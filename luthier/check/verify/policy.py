@@ -96,13 +96,14 @@ def as_rendered(row: Conversation, template: PlainTemplate, policy: RunPolicy) -
     """The conversation as the template is given it.
 
     It gets the run's default system message, where it has none of its own. Thinking that the row had inside a text is
-    put back there, as it was written, for a template that knows no thinking.
+    put back there, as it was written, for a template that knows no thinking; for another, one of no characters is none.
     """
     default = policy.default_system
     if default is not None and not (row.messages and row.messages[0].role == "system"):
         system = Message(role="system", parts=(Text(text=default),), train=False)
         row = replace(row, messages=(system, *row.messages))
-    return row if template.reads_thinking else replace(row, messages=tuple(map(_thinking_as_text, row.messages)))
+    settled = _without_empty_thinking if template.knows_thinking else _thinking_as_text
+    return replace(row, messages=tuple(map(settled, row.messages)))
 
 
 def row_policy(row: Conversation, template: PlainTemplate, policy: RunPolicy) -> RowPolicy:
@@ -221,6 +222,11 @@ def _thinking_as_text(message: Message) -> Message:
         else part
         for part in message.parts
     ]
+    return replace(message, parts=tuple(parts))
+
+
+def _without_empty_thinking(message: Message) -> Message:
+    parts = [Text(text="") if isinstance(part, Thinking) and not part.text else part for part in message.parts]
     return replace(message, parts=tuple(parts))
 
 
