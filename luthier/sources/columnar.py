@@ -79,8 +79,9 @@ def read_batches(file: DataFile) -> Iterator[pa.RecordBatch]:
 
 
 def open_parquet(path: str) -> pq.ParquetFile:
-    """A parquet file, to be read a little at a time; by default, whole row groups or files are held in memory."""
-    return pq.ParquetFile(path, pre_buffer=False, buffer_size=_READ_BYTES)
+    """A parquet file, to be read a little at a time; by default, whole row groups or files are held in memory. Pages
+    that come with a checksum are compared with it."""
+    return pq.ParquetFile(path, pre_buffer=False, buffer_size=_READ_BYTES, page_checksum_verification=True)
 
 
 def is_arrow_file(source: pa.NativeFile) -> bool:
@@ -388,14 +389,19 @@ def _spool(file: DataFile, groups: _Groups, folder: Path | None) -> ColumnRows |
 
     def write(sink: IO[bytes]) -> None:
         file.check_unchanged()
-        try:
-            _write_batches(read_batches(file), sink)
-        except pa.ArrowException as error:
-            raise SourceError(f"{file.path}: cannot be read as {file.kind}: {error}") from error
+        _write_batches(_readable(file), sink)
         file.check_unchanged()
 
     path = spooled(file, "arrow", folder, write, _is_whole)
     return _rows(file, path, FileKind.ARROW, _arrow_groups(path))
+
+
+def _readable(file: DataFile) -> Iterator[pa.RecordBatch]:
+    """As `read_batches`. Raises `SourceError`, so that a damaged file is not taken for a full disk."""
+    try:
+        yield from read_batches(file)
+    except (pa.ArrowException, OSError) as error:
+        raise SourceError(f"{file.path}: cannot be read as {file.kind}: {error}") from error
 
 
 def _write_batches(batches: Iterator[pa.RecordBatch], sink: IO[bytes]) -> None:

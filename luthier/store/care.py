@@ -340,7 +340,10 @@ def export_store(
     schema = _schema()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(target, durable=False) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        with (
+            whole_file(target, durable=False) as file,
+            pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer,
+        ):
             for start in range(0, len(store), SAMPLES_AT_ONCE):
                 stop = min(start + SAMPLES_AT_ONCE, len(store))
                 writer.write_batch(_batch(store, start, stop, schema))

@@ -102,6 +102,25 @@ def test_rows_of_columnar_files_have_canonical_bytes_that_say_all_of_the_row(tmp
     assert b"null" not in rows[0].raw  # type: ignore[union-attr]
 
 
+def test_a_flipped_bit_in_a_parquet_page_with_a_checksum_is_refused(tmp_path: Path) -> None:
+    texts = [f"row {number}: Ébène et épicéa" for number in range(50)]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": texts}), path, compression="none", use_dictionary=False, write_page_checksum=True)
+    assert len(list(source_of(path).rows())) == 50
+    place = path.read_bytes().index(b"row 17")
+    flip_bit(path, place)
+    with pytest.raises(SourceError, match=r"rows\.parquet: cannot be read as parquet: .*(?i:checksum|crc)"):
+        list(source_of(path).rows())
+    with pytest.raises(SourceError, match=r"rows\.parquet: cannot be read as parquet"):
+        source_of(path).index(spool=tmp_path)
+
+
+def flip_bit(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
 def test_damaged_parquet_is_refused(tmp_path: Path) -> None:
     path = write_as("parquet", tmp_path)
     path.write_bytes(path.read_bytes()[:-20])
