@@ -335,7 +335,8 @@ def _described(
 
     ``to`` train it is checked against this machine, the model, the optimizer and the folders that it names; all that
     would stop the run later is raised as one `ConfigError`. To plan it such things are told. To load its rows, which
-    planning does too, what is wrong with its data sets is raised.
+    planning does too, what is wrong with its data sets is raised; and always what is wrong with its
+    rewards and metrics.
     """
     from luthier.config.loading import load_draft
     from luthier.errors import ConfigError
@@ -349,10 +350,10 @@ def _described(
                 what = "this description merges and exports a model: it trains nothing"
                 hint = "luthier export writes it"
             raise ConfigError([draft.problem("train.enabled", what, hint)])
-        if to in ("load", "plan"):
-            from luthier.loader.settings import data_faults
+        if to != "train":
+            from luthier.loader.settings import answer_faults, data_faults
 
-            if faults := list(data_faults(draft)):
+            if faults := [*(data_faults(draft) if to in ("load", "plan") else ()), *answer_faults(draft)]:
                 raise ConfigError(faults)
         notes = _checked_to_train(draft) if to == "train" else list(_found_to_plan(draft)) if to == "plan" else []
         read = () if draft.translation is None else draft.translation.summary

@@ -31,6 +31,7 @@ from luthier.config.losses import (
     check_rows,
     check_shared,
     is_compared,
+    server_faults,
 )
 from luthier.config.objective import OBJECTIVES
 from luthier.config.optimizers import OPTIMIZERS
@@ -168,6 +169,9 @@ def _needs_evaluation(draft: Draft) -> Iterator[Problem]:
 
 def _generation(draft: Draft) -> Iterator[Problem]:
     config = draft.config
+    if (url := config.judge.url) is not None:
+        has_token = config.judge.token_env is not None
+        yield from server_faults(draft, "judge.url", url, "http://localhost:8000", with_token=has_token)
     if not config.eval.generate_rows:
         return
     if not _has_eval_data(draft):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from luthier.config.choices import Format, HeadKernel, Overflow, Packing, QuantizationType, RowKind, Sharding
@@ -220,19 +222,19 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
         if sum(source is not None for source in sources) != 1:
             what = "a reward is a metric, a function, a server or a reward model"
             yield draft.problem(key, what, "give one of metric, function, url and model (or adapter)")
-        elif reward.url is not None and not reward.url.startswith(("http://", "https://")):
-            yield draft.problem(f"{key}.url", f"{reward.url!r} is not the address of a server", "http://localhost:9000")
-        elif reward.function is not None and not (
-            reward.file is not None and reward.file.name and reward.function_name
-        ):
-            yield draft.problem(f"{key}.function", f"{reward.function!r} names no file and function", "FILE.py:NAME")
-        elif reward.file is not None and not reward.file.is_file():
-            yield draft.problem(f"{key}.function", f"there is no file {reward.file}", "FILE.py:NAME")
+        elif reward.url is not None:
+            yield from server_faults(draft, f"{key}.url", reward.url, "http://localhost:9000")
+        elif reward.function is not None and reward.file is not None:
+            yield from _file_faults(draft, f"{key}.function", reward.function, reward.file, reward.function_name)
         yield from _reward_model_faults(draft, key, reward)
         if reward.column is not None and reward.metric is None:
             what = "only metrics compare with one column; a function is given all of them (columns)"
             yield draft.problem(f"{key}.column", what, "remove it, or give a metric")
+    if config.rollout.rewards and not any(reward.weight for reward in config.rollout.rewards):
+        what = "every reward has the weight 0, so that no answer is better than another"
+        yield draft.problem("rollout.rewards", what, "give one of them another weight")
     yield from _same_names(draft)
+    yield from _code_faults(draft)
     yield from _policies(draft)
     yield from _engine(draft)
     for key, is_other, way in (
@@ -271,15 +273,65 @@ def _reward_model_faults(draft: Draft, key: str, reward: RewardConfig) -> Iterat
         yield draft.problem(f"{key}.quantization", what, "remove it, or name a model")
 
 
+def server_faults(draft: Draft, key: str, url: str, example: str, *, with_token: bool = False) -> Iterator[Problem]:
+    """Why a text is no address of a server that a run may ask; ``with_token``: a token is sent along."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port beyond 65535, a bracket that nothing closes
+        is_address = False
+    if not is_address:
+        yield draft.problem(key, f"{url!r} is not the address of a server", f"for example {example}")
+    elif "@" in parts.netloc:
+        what = "the address holds a name or a password, which logs and reports would show"
+        yield draft.problem(key, what, f"take out what stands before the @, as in {example}")
+    elif with_token and parts.scheme != "https" and parts.hostname not in LOOPBACK:
+        yield draft.problem(key, "the token would travel unencrypted", "use an https address, or this machine")
+
+
+def _file_faults(draft: Draft, key: str, given: str, file: Path, name: str) -> Iterator[Problem]:
+    """Why ``given``, FILE.py:NAME, names nothing, as far as reading the file can say: nothing in it is run."""
+    if not file.name or not name:
+        yield draft.problem(key, f"{given!r} names no file and function", "write FILE.py:NAME")
+        return
+    if not file.is_file():
+        yield draft.problem(key, f"there is no file {file}", "write FILE.py:NAME; relative paths start from here")
+        return
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        yield draft.problem(key, f"{file} cannot be read as Python: {error}", "mend the file, or name another")
+        return
+    names = {name for node in ast.walk(tree) for name in _bound_by(node)}
+    if name not in names and names.isdisjoint(_BINDS_ANYTHING):
+        there = ", ".join(one.name for one in tree.body if isinstance(one, ast.FunctionDef | ast.ClassDef)) or "nothing"
+        yield draft.problem(key, f"{file} defines no {name!r}", f"it defines {there}")
+
+
+_BINDS_ANYTHING = ("*", "exec", "globals", "__getattr__")
+
+
+def _bound_by(node: ast.AST) -> Iterator[str]:
+    """The names that a piece of Python gives a meaning, and those by which it may give any name one."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.alias(name=name, asname=other):
+            yield other or name
+        case ast.Name(id=name, ctx=ast.Store()):
+            yield name
+        case ast.Name(id=name) if name in _BINDS_ANYTHING:
+            yield name
+        case _:
+            pass
+
+
 def _engine(draft: Draft) -> Iterator[Problem]:
     """What draws the answers, and how far it may be behind."""
     rollout, engine = draft.config.rollout, draft.config.rollout.engine
     for number, url in enumerate(engine.url):
-        parts, key = urlsplit(url), f"rollout.engine.url[{number}]"
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            yield draft.problem(key, f"{url!r} is not the address of a server", "http://localhost:8000")
-        elif engine.token_env is not None and parts.scheme != "https" and parts.hostname not in LOOPBACK:
-            yield draft.problem(key, "the token would travel unencrypted", "use an https address, or this machine")
+        key = f"rollout.engine.url[{number}]"
+        yield from server_faults(draft, key, url, "http://localhost:8000", with_token=engine.token_env is not None)
         if url in engine.url[:number]:
             yield draft.problem(key, f"{url} stands here twice", "remove one")
     if engine.url and engine.ray is not None:
@@ -345,10 +397,7 @@ def _code_faults(draft: Draft) -> Iterator[Problem]:
     given = [(f"rollout.tools[{number}]", tool) for number, tool in enumerate(rollout.tools)]
     given += [] if rollout.environment is None else [("rollout.environment", rollout.environment)]
     for key, code in given:
-        if not code.file.name or not code.name:
-            yield draft.problem(f"{key}.code", f"{code.code!r} names no file and function", "FILE.py:NAME")
-        elif not code.file.is_file():
-            yield draft.problem(f"{key}.code", f"there is no file {code.file}", "FILE.py:NAME")
+        yield from _file_faults(draft, f"{key}.code", code.code, code.file, code.name)
     if rollout.tools and rollout.environment is not None:
         what = "an environment answers the model's calls itself, so tools would never be asked"
         yield draft.problem("rollout.tools", what, "remove tools, or environment")

@@ -63,8 +63,12 @@ class JsonClient:
     ) -> None:
         """Nothing is sent yet. Raises `UserError` for what is no http address, and for a token that would travel
         openly."""
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        try:
+            parts = urllib.parse.urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port beyond 65535, a bracket that nothing closes
+            is_address = False
+        if not is_address:
             raise UserError(
                 f"{option} {url} is not the address of a server", hint="give one like http://localhost:8000"
             )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -26,11 +27,13 @@ from luthier.loader.plan import StreamPlan
 from luthier.loader.stream_state import LoaderState
 from luthier.media import MediaSource
 from luthier.media.families.family import PackingSupport
-from luthier.packing import MixtureSettings, PlanSettings, RowOrder, UnitKind, held_tokens
+from luthier.metrics.table import metrics_of_answers
+from luthier.packing import MixtureSettings, PlanSettings, RowOrder, Segments, UnitKind, held_tokens
 from luthier.packing.order import check_mixture
 from luthier.preparation.prepare import Progress, prepare
 from luthier.preparation.prepared import Prepared, num_held_out
 from luthier.preparation.segments import SegmentIndex
+from luthier.rewards.judging import RewardJudge, check_columns
 from luthier.sources import Source, open_sources, resolve_sources
 from luthier.sources.origins import HUB, MODELSCOPE
 from luthier.writing import counted
@@ -416,3 +419,33 @@ def data_faults(draft: Draft) -> Iterator[Problem]:
         mixture = mixture_of(config, [source.config.weight for source in opened[: len(named)]])
         limit, numbers = config.data.max_length, [count for count, _ in counts]
         yield from draft.told("data.train", lambda: check_mixture(numbers, mixture, seed=seed, most_tokens=limit))
+
+
+# ------------------------------------------------------------------------------------------------ what judges answers
+
+
+ROWS_LOOKED_AT = 1000
+
+
+def answer_faults(draft: Draft) -> Iterator[Problem]:
+    """What is wrong with the rewards of a run, and with the metrics of its held-out answers. No process is started."""
+    config, rollout = draft.config, draft.config.rollout
+    judged = lambda: RewardJudge(rollout.rewards, max_new_tokens=rollout.max_new_tokens)  # noqa: E731
+    yield from draft.told("rollout.rewards", judged)
+    if config.eval.generate_rows:
+        yield from draft.told("eval.metrics", lambda: metrics_of_answers(config.eval.metrics))
+
+
+def check_reward_columns(config: RunConfig, segments: Segments) -> None:
+    """Raise `UserError` for a reward of an on-policy run that compares with what none of its first rows has."""
+    if OBJECTIVES[config.objective.name].on_policy:
+        check_columns(config.rollout.rewards, columns_of(segments))
+
+
+def columns_of(segments: Segments) -> Iterator[tuple[bool, dict[str, Any]]]:
+    """Of the first rows whether each has an answer, and its columns for what judges answers to it."""
+    for index in range(min(len(segments), ROWS_LOOKED_AT)):
+        segment = segments[index]
+        said = json.loads(segment.for_rewards) if segment.for_rewards else {}
+        has_answer = bool(segment.target.any()) or said.get("expected") is not None
+        yield has_answer, said.get("columns", {})

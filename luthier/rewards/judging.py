@@ -99,7 +99,7 @@ class RewardJudge:
         self._models = models or {}
         self._max_new_tokens = max_new_tokens
         self._exits = ExitStack()
-        self._judges = [self._judge(number, reward) for number, reward in enumerate(rewards)]
+        self._judges = [self._told(number, reward) for number, reward in enumerate(rewards)]
 
     @property
     def labels(self) -> list[str]:
@@ -133,6 +133,14 @@ class RewardJudge:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _told(self, number: int, reward: RewardConfig) -> AnswerJudge:
+        try:
+            return self._judge(number, reward)
+        except UserError as error:
+            key = f"rollout.rewards[{number}].metric"
+            what = error.message.removeprefix("rollout.rewards: ")
+            raise UserError(f"{key}: {what}", hint=error.hint, key=key) from error
 
     def _judge(self, number: int, reward: RewardConfig) -> AnswerJudge:
         if reward.is_model:

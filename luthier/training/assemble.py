@@ -19,7 +19,7 @@ from luthier.engines.engine import Engine
 from luthier.engines.local import LocalEngine
 from luthier.errors import ModelError
 from luthier.loader.plan import StreamPlan
-from luthier.loader.settings import eval_settings, media_of, shares_prompts, units_of
+from luthier.loader.settings import check_reward_columns, eval_settings, media_of, shares_prompts, units_of
 from luthier.models import adapter_files, adapters
 from luthier.models.model import LoadedModel, load_model, quantize_whole, run_precision
 from luthier.models.quantized import is_quantized
@@ -29,7 +29,7 @@ from luthier.models.vocabulary import Vocabulary
 from luthier.objectives.policy_losses import Advantage
 from luthier.packing import Segments
 from luthier.rewards.function_process import EnvironmentProcess, ToolBox
-from luthier.rewards.judging import RewardJudge, check_columns
+from luthier.rewards.judging import RewardJudge
 from luthier.sources import open_sources, resolve_sources
 from luthier.sources.source import RowsByAddress
 from luthier.training.arguments import training_arguments
@@ -38,7 +38,6 @@ from luthier.training.data import RunData
 from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import OBJECTIVE_STATE, write_json
 from luthier.training.folder.run_folder import LostRows
-from luthier.training.generate import columns_of
 from luthier.training.initial_adapter import begin_by_activations, begin_by_what_is_rounded_away
 from luthier.training.losses.kernels import kernel_name
 from luthier.training.losses.objective import make_losses, model_pass
@@ -179,8 +178,7 @@ def make_trainer(
     if first_step is None and isinstance(run_model.model, PeftModel):
         _first_values(run_model.model, run_model, config, data, how, losses, hooks)
     keeps_trees = shared and losses.forward.isolation.shared  # as found by trying
-    if OBJECTIVES[config.objective.name].on_policy:
-        check_columns(config.rollout.rewards, columns_of(data.train))
+    check_reward_columns(config, data.train)
     rollouts = _rollouts(config, tokenizer, run_model, how, losses, hooks, shared=keeps_trees)
     stream = replace(stream, watch=lost.watch, reader=sharing(stream.reader, keeps_trees), rollouts=rollouts)
     callbacks = _callbacks(config, schedule, losses, meter, hooks, evaluates=evaluates)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,6 @@ from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, AudioHeader, ImageHeader, MediaHeader, MediaItem, Segment, VideoHeader
 from luthier.sources.formats.turns import message_row
 from luthier.training.report.result import GenerationRecord, GenerationRound
-
-ROWS_LOOKED_AT = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -95,15 +93,6 @@ def _question(segment: Segment, prompt: Ids, answer: Ids) -> Question:
         media=tuple(item for item in segment.media if item.start < len(prompt)),
         for_rewards=segment.for_rewards,
     )
-
-
-def columns_of(segments: Segments) -> Iterator[tuple[bool, dict[str, Any]]]:
-    """Of the first rows whether each has an answer, and its columns for what judges answers to it."""
-    for index in range(min(len(segments), ROWS_LOOKED_AT)):
-        segment = segments[index]
-        said = json.loads(segment.for_rewards) if segment.for_rewards else {}
-        has_answer = bool(segment.target.any()) or said.get("expected") is not None
-        yield has_answer, said.get("columns", {})
 
 
 def choose_questions(segments: Segments, count: int, stops: frozenset[int]) -> list[Question]:

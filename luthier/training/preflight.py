@@ -26,13 +26,11 @@ from luthier.config.inputs import MediaCache
 from luthier.config.machine import EXTRA, is_installed
 from luthier.config.objective import OBJECTIVES
 from luthier.config.optimizers import OPTIMIZERS
-from luthier.config.rollout import RolloutConfig
 from luthier.config.schema import AdapterConfig, AdapterType, Precision, RunConfig, Sharding, Strategy
 from luthier.encoding.encoder import Encoder
 from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, UserError
-from luthier.loader.settings import data_faults, media_of
+from luthier.loader.settings import answer_faults, data_faults, media_of
 from luthier.media import MediaSource
-from luthier.metrics.table import metrics_of_answers
 from luthier.models.adapter_files import check_mergeable, shape_existing
 from luthier.models.adapters import apply_adapter
 from luthier.models.model import build_weightless, check_choices, check_quantized, run_device
@@ -41,7 +39,6 @@ from luthier.models.routers import balanced_routers, choose_experts
 from luthier.models.sharding import compilable_layers, divisible_layers, refuse_other_ways
 from luthier.models.submodules import decoder_family, undrawn
 from luthier.models.vocabulary import Vocabulary
-from luthier.rewards.judging import RewardJudge
 from luthier.training.arguments import optimization
 from luthier.training.folder.run_folder import check_run_folder
 from luthier.training.folder.state import check_writable
@@ -78,7 +75,7 @@ def check_run(draft: Draft) -> list[str]:
         *_schedule(draft),
         *data_faults(draft),
         *(() if "train.optim" in told else _optimizer(draft)),
-        *draft.told("rollout.rewards", lambda: _judge(draft.config.rollout)),  # no process is started
+        *answer_faults(draft),
         *draft.told("rollout.rewards", lambda: check_reward_models(draft.config)),
         *draft.told("objective.reference", lambda: check_reference(draft.config)),
     ]
@@ -136,10 +133,6 @@ def _devices(draft: Draft) -> Iterator[Problem]:
             what,
             f"start {counted(there, 'process', 'processes')} on a machine (--nproc-per-node {there})",
         )
-
-
-def _judge(rollout: RolloutConfig) -> RewardJudge:
-    return RewardJudge(rollout.rewards, max_new_tokens=rollout.max_new_tokens)
 
 
 def _schedule(draft: Draft) -> Iterator[Problem]:
@@ -322,26 +315,28 @@ def _generation(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
     if OBJECTIVES[objective].on_policy and (reason := undrawn(model.config)) is not None:
         what = f"{objective} learns from answers that the run draws, and {reason}"
         yield draft.problem("objective.name", what, "set objective: sft")
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    most = known if isinstance(known, int) and known >= 1 else None
+    if OBJECTIVES[objective].on_policy:
+        yield from _too_long(draft, "rollout.max_new_tokens", draft.config.rollout.max_new_tokens, most)
     if not evaluation.generate_rows:
         return
     if family is not None:
         what = f"answers of {family.name} are not generated in training"
         hint = "set eval.generate_rows: 0; held-out rows still have their loss"
         yield draft.problem("eval.generate_rows", what, hint)
-    try:
-        metrics_of_answers(evaluation.metrics)
-    except UserError as error:
-        yield draft.problem("eval.metrics", error.message, error.hint or "")
-    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     key = "generate.max_new_tokens" if evaluation.max_new_tokens is None else "eval.max_new_tokens"
-    longest = evaluation.max_new_tokens or draft.config.generate.max_new_tokens
-    if isinstance(known, int) and 1 <= known < longest:
-        what = f"an answer of {counted(longest, 'token')}, and the model has {counted(known, 'position')}"
-        yield draft.problem(key, what, f"at most {known}; 256 is the default")
+    yield from _too_long(draft, key, evaluation.max_new_tokens or draft.config.generate.max_new_tokens, most)
     size = model.get_input_embeddings().weight.shape[0]
     if any(number >= size for number in draft.config.generate.stop_token_ids):
         what = f"{max(draft.config.generate.stop_token_ids)} is an id that the model never gives: it has {size:,}"
         yield draft.problem("generate.stop_token_ids", what, "name ids of the tokenizer's vocabulary")
+
+
+def _too_long(draft: Draft, key: str, longest: int, most: int | None) -> Iterator[Problem]:
+    if most is not None and most < longest:
+        what = f"an answer of {counted(longest, 'token')}, and the model has {counted(most, 'position')}"
+        yield draft.problem(key, what, f"at most {most}; 256 is the default")
 
 
 def _rank(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:

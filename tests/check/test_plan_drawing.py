@@ -11,6 +11,7 @@ from transformers import AutoConfig
 import luthier
 from luthier import library
 from luthier.check.plan.terminal import plan_table
+from luthier.errors import ConfigError, UserError
 
 PACKAGE = Path(luthier.__file__).parent
 
@@ -49,3 +50,34 @@ def test_other_runs_draw_nothing(tmp_path: Path) -> None:
         }
     )
     assert found.drawing is None
+
+
+def told_of(command: str, tmp_path: Path, **more: object) -> tuple[str, ...]:
+    """The keys of what a command refuses of a run that draws answers, each of which has a way out."""
+    run: dict[str, object] = {
+        "model": "preset:tiny-qwen3",
+        "data": {"train": "preset:skills", "store": str(tmp_path / "store")},
+        "objective": "rl",
+        "output": {"dir": str(tmp_path / "run")},
+        **more,
+    }
+    with pytest.raises(UserError) as refused:
+        getattr(library, command)(run)
+    told = refused.value.problems if isinstance(refused.value, ConfigError) else [refused.value]
+    assert all(one.hint for one in told)
+    return tuple(str(one.key) for one in told)
+
+
+@pytest.mark.parametrize("command", ["plan", "prepare", "show", "stats", "verify", "train"])
+def test_rewards_and_metrics_that_are_none_are_told_before_a_row_is_read(command: str, tmp_path: Path) -> None:
+    rewards = {"rewards": [{"metric": "nosuch"}]}
+    assert told_of(command, tmp_path, rollout=rewards) == ("rollout.rewards[0].metric",)
+    evaluation = {"generate_rows": 2, "metrics": ["nosuch"]}
+    data = {"train": "preset:skills", "eval_split": 2}
+    assert told_of(command, tmp_path, objective="sft", eval=evaluation, data=data) == ("eval.metrics",)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_plan_refuses_a_reward_whose_column_no_row_has(tmp_path: Path) -> None:
+    rewards = {"rewards": [{"metric": "exact", "column": "nosuch"}]}
+    assert told_of("plan", tmp_path, rollout=rewards) == ("rollout.rewards[0].column",)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 
@@ -429,3 +431,46 @@ def test_a_run_that_would_do_something_else_than_it_says_is_refused(key: str, li
 @pytest.mark.parametrize(("lines", "data"), SOUND)
 def test_settings_near_those_are_taken(lines: str, data: str) -> None:
     assert told(lines, data) == []
+
+
+# How a run's answers are drawn and judged: what is wrong, the key, and a piece of what is told.
+WRONG_ANSWERS = [
+    ("rewards: [{url: 'localhost:8000/score'}]", "rollout.rewards[0].url", "http://localhost:9000"),
+    ("rewards: [{url: 'http://here:99999'}]", "rollout.rewards[0].url", "no address|is not the address"),
+    ("rewards: [{url: 'http://me:secret@here'}]", "rollout.rewards[0].url", "password"),
+    ("rewards: [{function: 'code.py:nosuch'}]", "rollout.rewards[0].function", "defines no 'nosuch'.*polite, Shop"),
+    ("rewards: [{function: 'broken.py:polite'}]", "rollout.rewards[0].function", "cannot be read as Python"),
+    ("rewards: [{metric: exact, weight: 0}]", "rollout.rewards", "weight 0"),
+    ("engine: 'http://[::1'", "rollout.engine.url[0]", "is not the address"),
+    ("engine: 'http://me@here:1'", "rollout.engine.url[0]", "before the @"),
+    ("tools: [nofile.py]", "rollout.tools[0].code", "FILE.py:NAME"),
+    ("tools: ['code.py:nosuch']", "rollout.tools[0].code", "defines no 'nosuch'"),
+    ("environment: 'nofile.py:Shop'", "rollout.environment.code", "there is no file nofile.py"),
+    ("environment: 'code.py:Shop'\n  tools: ['code.py:polite']", "rollout.tools", "environment"),
+]
+
+
+@pytest.mark.parametrize(("lines", "key", "piece"), WRONG_ANSWERS)
+def test_what_draws_and_judges_answers_is_checked_without_running_it(
+    lines: str, key: str, piece: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("code.py").write_text("open('was_run', 'w')\n\n\ndef polite(answer): ...\n\n\nclass Shop: ...\n")
+    Path("broken.py").write_text("def polite(answer:\n")
+    (problem,) = told(f"objective: rl\nrollout:\n  {lines}")
+    assert problem.startswith(f"run.yaml:{6 + lines.count(chr(10)) * ('tools' in key)} {key}: ")
+    assert re.search(piece, problem)
+    assert not Path("was_run").exists()
+
+
+def test_code_that_may_define_anything_is_left_to_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in ("from all_of import *", "from one import polite", "if 1:\n    polite = print", "exec('polite = 1')"):
+        Path("code.py").write_text(text + "\n")
+        assert told("objective: rl\nrollout:\n  rewards: [{function: 'code.py:polite'}]") == []
+
+
+@pytest.mark.parametrize("url", ["nohost", "http://me:secret@here"])
+def test_the_address_of_a_judge_is_checked(url: str) -> None:
+    (problem,) = told(f"judge: '{url}'")
+    assert problem.startswith("run.yaml:4 judge.url: ")

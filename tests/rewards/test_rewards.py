@@ -179,7 +179,7 @@ def test_a_metric_of_all_answers_together_is_no_reward() -> None:
     pytest.importorskip("sacrebleu")
     with pytest.raises(UserError) as caught:
         RewardJudge([RewardConfig(metric="bleu")])
-    assert caught.value.key == "rollout.rewards"
+    assert caught.value.key == "rollout.rewards[0].metric"
 
 
 def test_processes_are_forgotten_when_they_are_closed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,4 +284,4 @@ def test_rewards_of_lengths_are_those_of_the_paper() -> None:
     for wrong in ("overlong:0", "overlong:101", "overlong:x", "length:3"):
         with pytest.raises(UserError) as caught:
             found(wrong)
-        assert caught.value.key == "rollout.rewards"
+        assert caught.value.key == "rollout.rewards[0].metric"

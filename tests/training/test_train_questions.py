@@ -18,11 +18,12 @@ from luthier.config.schema import ModelConfig, SourceConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ConfigError, RowDropped, RowError, UserError
 from luthier.library import prepare
+from luthier.loader.settings import columns_of
 from luthier.presets import tokenizer_folder
 from luthier.records import NOWHERE, Row, Sample, Segment
 from luthier.sources import RawRow, RowReader
 from luthier.sources.detect import detect_layout
-from luthier.training.generate import columns_of, question_of
+from luthier.training.generate import question_of
 from luthier.training.report.result import RunResult
 from luthier.training.rollouts.answer_log import FOLDER
 

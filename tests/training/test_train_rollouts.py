@@ -395,7 +395,7 @@ def test_metrics_that_are_no_rewards_are_told_before_a_row_is_encoded(rewards: s
     )
     with pytest.raises(ConfigError) as caught:
         check_run(load_draft(path, [f"rollout.rewards={rewards}"], to_train=True))
-    assert [problem.key for problem in caught.value.problems] == ["rollout.rewards"]
+    assert [problem.key for problem in caught.value.problems] == ["rollout.rewards[0].metric"]
 
 
 def test_prompts_that_processes_cannot_share_evenly_are_refused(tmp_path: Path) -> None:

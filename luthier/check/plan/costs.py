@@ -14,7 +14,14 @@ from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import Overflow, Packing, RunConfig
 from luthier.errors import ModelError
 from luthier.loader.numbered_rows import RowTable
-from luthier.loader.settings import Loaded, eval_settings, shares_prompts, train_settings, warmup_steps
+from luthier.loader.settings import (
+    Loaded,
+    check_reward_columns,
+    eval_settings,
+    shares_prompts,
+    train_settings,
+    warmup_steps,
+)
 from luthier.media import MediaKind
 from luthier.media.families.family import PackingSupport
 from luthier.media.families.table import FAMILIES
@@ -418,6 +425,7 @@ def drawing_of(loaded: Loaded, *, num_ranks: int, device: str | None) -> Drawing
     config, index = loaded.config, loaded.train
     if not OBJECTIVES[config.objective.name].on_policy:
         return None
+    check_reward_columns(config, index)
     on_gpu = device is not None or run_device(config) == "cuda"
     try:
         shape = shape_of_run(config, loaded.encoder.tokenizer)
