@@ -280,6 +280,9 @@ class _DataSet:
             elif other is not None:
                 self._refuse("type", f"{name} are rows of {other}, and this run learns from {self.rows_of}",
                              "rl and reward_model say what a run learns from")  # fmt: skip
+            elif self.reading.take("rl") == "grpo" and "." in name:
+                what = f"{name} is a function that rewrites rows, which is not run"
+                self._refuse("type", what, "name a file of its rows, with a prompt, and leave type out")
             else:
                 self._refuse("type", f"rows of the type {name} are not read",
                              "lay them out as messages, with type: chat_template")  # fmt: skip
