@@ -47,7 +47,7 @@ def main() -> None:
     if function is None:
         return
     first, taken, needed = wanted(function)
-    as_trl = AS_TRL in (first, *needed)
+    as_trl = is_of_trl(function)
     if needed and not as_trl:
         tell(error=f"it needs {needed[0]!r}, which is none of {', '.join(OFFERED)}")
         return
@@ -86,6 +86,14 @@ def wanted(function: Callable[..., Any]) -> tuple[str, set[str] | None, list[str
         other.name for other in named if other.default is other.empty and other.name not in (*OFFERED, *OF_SERVERS)
     ]
     return first.name, {other.name for other in named}, needed
+
+
+def is_of_trl(function: Callable[..., Any]) -> bool:
+    """Whether a function has the parameter by which TRL gives answers."""
+    try:
+        return AS_TRL in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def called_as_trl(

@@ -20,8 +20,9 @@ _DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|tsv|arrow|txt|md)(\.(gz|zst|bz2|
 _FILE_TYPES = frozenset({"json", "csv", "parquet", "arrow", "text"})
 _LISTS = {"datasets": "data.train", "pretraining_dataset": "data.train", "test_datasets": "data.eval"}
 # Names that our reader knows for each role, and for what an axolotl file may call by another name.
-_ROLES = {"system": {"system", "developer"}, "user": {"user", "human"},
-          "assistant": {"assistant", "gpt", "model", "bot"}, "tool": {"tool", "observation", "function"}}  # fmt: skip
+_ROLES = {"system": {"system", "developer"}, "user": {"user", "human", "prompter"},
+          "assistant": {"assistant", "gpt", "model", "bot", "chatgpt", "bard", "bing"},
+          "tool": {"tool", "observation", "function"}}  # fmt: skip
 _TAGS = {"system": "system_tag", "user": "user_tag", "assistant": "assistant_tag", "tool": "observation_tag"}
 _FIELDS = {
     "field_instruction": "prompt", "field_prompt": "prompt", "field_input": "query", "field_system": "system",
