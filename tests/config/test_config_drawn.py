@@ -24,6 +24,7 @@ DRAWN = f"{RUN}reward_funcs: [accuracy_reward, think_format_reward]\nscale_rewar
     ("gradient_accumulation_steps: 2\nsteps_per_generation: 8\n", "rollout.updates", 4),
     ("generation_batch_size: 32\n", "rollout.updates", 4),
     ("num_iterations: 2\n", "rollout.passes", 2),
+    ("num_iterations: 2\nmax_steps: 5\n", "train.max_steps", 3),
     ("num_generations: 4\n", "rollout.answers", 4),
     ("max_prompt_length: 100\nmax_completion_length: 28\n", "data.max_length", 128),
     ("max_completion_length: 28\n", "rollout.max_new_tokens", 28),

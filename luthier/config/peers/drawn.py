@@ -5,6 +5,7 @@ Their defaults are TRL's; the names of the keys are TRL's too, wherever they sta
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -63,8 +64,8 @@ class DrawnAnswers:
                 reading.refuse(self.at(key), why, "remove the line")
         self._loss()
         self._step()
-        for ours, key in (("max_new_tokens", "max_completion_length"), ("temperature", "temperature"),
-                          ("passes", "num_iterations")):  # fmt: skip
+        self._passes()
+        for ours, key in (("max_new_tokens", "max_completion_length"), ("temperature", "temperature")):
             reading.set(f"rollout.{ours}", self._take(key), self._of(key))
         reading.set("rollout.min_finished", 0.0, self._of("max_completion_length"))  # theirs never stop for cut answers
         some = [self.at(key) for key, whole in _FROM_SOME.items() if self._take(key) not in (None, whole)]
@@ -161,6 +162,20 @@ class DrawnAnswers:
             reading.set("rollout.updates", updates, self.at("steps_per_generation"))
         reading.told.append(f"{self.rows_key}: a step has {counted(whole // answers, 'prompt')} with "
                             f"{counted(answers, 'answer')} each, on all processes together")  # fmt: skip
+
+    def _passes(self) -> None:
+        """Several updates from the same answers, each of which TRL counts as a step and Luthier as a pass of one."""
+        reading, passes = self.reading, self._take("num_iterations")
+        reading.set("rollout.passes", passes, self._of("num_iterations"))
+        if not isinstance(passes, int) or passes < 2:
+            return
+        steps = reading.take("max_steps")
+        told = ""
+        if isinstance(steps, int) and steps > 0:
+            reading.set("train.max_steps", math.ceil(steps / passes), "max_steps")
+            told = f": max_steps {steps:,} are {math.ceil(steps / passes):,}"
+        reading.told.append(f"{self.at('num_iterations')}: the {passes} updates from the same answers are one step "
+                            f"here, so keys in steps count other steps{told}")  # fmt: skip
 
     def _rewards(self) -> None:
         names, model = self._take("reward_funcs"), self._take("reward_model_name_or_path")
