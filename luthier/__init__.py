@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from luthier.check.plan.contamination import ContaminatedRow as ContaminatedRow
-    from luthier.check.plan.contamination import Contamination as Contamination
     from luthier.check.plan.costs import DataPlan as DataPlan
     from luthier.check.plan.costs import DrawingPlan as DrawingPlan
     from luthier.check.plan.costs import HistoryCost as HistoryCost
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
     from luthier.check.plan.estimate import Device as Device
     from luthier.check.plan.estimate import Estimate as Estimate
     from luthier.check.plan.estimate import Memory as Memory
+    from luthier.check.plan.stats import ContaminatedRow as ContaminatedRow
+    from luthier.check.plan.stats import Contamination as Contamination
     from luthier.check.plan.stats import Distribution as Distribution
     from luthier.check.plan.stats import SourceStats as SourceStats
     from luthier.check.plan.stats import Stats as Stats

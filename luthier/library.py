@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from luthier.check.plan.contamination import Contamination
     from luthier.check.plan.costs import RunPlan
     from luthier.check.plan.estimate import Estimate
-    from luthier.check.plan.stats import Stats
+    from luthier.check.plan.stats import Contamination, Stats
     from luthier.check.show.view import RowView
     from luthier.check.verify.findings import VerifyReport
     from luthier.check.verify.run import VerifyOptions
@@ -226,7 +225,7 @@ def stats(config: RunDescription, *, overrides: Sequence[str] = (), on_event: Li
 
     Raises `ConfigError` and what preparation raises.
     """
-    from luthier.check.plan.contamination import contaminated
+    from luthier.check.plan.stats import contaminated
     from luthier.check.plan.stats import stats as stats_of
     from luthier.sources import open_sources, repeated_ids, resolve_sources
 

@@ -22,10 +22,10 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
 def test_every_example_loads(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("examples").symlink_to(ROOT / "examples")  # whose functions are named from the project's folder
     for example in EXAMPLES:  # what one leaves is what another begins with
         loaded = load_config_text(example.read_text(encoding="utf-8"), str(example), check_paths=False)
         (loaded.output.dir / "model").mkdir(parents=True, exist_ok=True)
-    Path("examples").symlink_to(ROOT / "examples")  # whose functions are named from the project's folder
     load_config(path)
 
 

@@ -7,32 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from luthier.config import choices, losses
 from luthier.config.adapters import check_adapter, check_blocks, check_features, check_quantization
-from luthier.config.choices import (
-    HistoryRendering,
-    MixtureBy,
-    MixtureStop,
-    Offload,
-    Overflow,
-    Packing,
-    Precision,
-    Sharding,
-    Strategy,
-    ThinkingStyle,
-    TrainOn,
-)
 from luthier.config.draft import Draft
 from luthier.config.inputs import SourceConfig
-from luthier.config.losses import (
-    check_compared,
-    check_head_kernel,
-    check_objective,
-    check_rollouts,
-    check_rows,
-    check_shared,
-    is_compared,
-    server_faults,
-)
 from luthier.config.objective import OBJECTIVES
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import Format
@@ -50,12 +28,12 @@ OPTIMIZERS_OF_SHARES = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "r
 def check_sharding(draft: Draft) -> Iterator[Problem]:
     """Problems of other keys with ``runtime.sharding: fsdp``."""
     config = draft.config
-    if config.runtime.sharding is Sharding.NONE:
+    if config.runtime.sharding is choices.Sharding.NONE:
         return
     cited = f"{draft.cite('runtime.sharding')} is {config.runtime.sharding}"
     if config.train.torch_compile:
         yield draft.problem("train.torch_compile", f"a sharded model is not compiled, and {cited}", "set it to false")
-    if config.train.precision is Precision.FP16:
+    if config.train.precision is choices.Precision.FP16:
         what = f"each rank would scale the loss by what its own share overflows, and {cited}"
         yield draft.problem("train.precision", what, "set train.precision: bf16")
     optim: str = config.train.optim
@@ -159,7 +137,7 @@ def _needs_evaluation(draft: Draft) -> Iterator[Problem]:
         ("train.lr_scheduler_type", config.train.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")),
     ]
     for key in (key for key, wants in wanting if wants):
-        if config.eval.strategy is Strategy.NO:
+        if config.eval.strategy is choices.Strategy.NO:
             what = f"this needs evaluations, and {draft.cite('eval.strategy')} is no"
             yield draft.problem(key, what, "set eval.strategy: epoch or steps")
         if not _has_eval_data(draft):
@@ -171,7 +149,7 @@ def _generation(draft: Draft) -> Iterator[Problem]:
     config = draft.config
     if (url := config.judge.url) is not None:
         has_token = config.judge.token_env is not None
-        yield from server_faults(draft, "judge.url", url, "http://localhost:8000", with_token=has_token)
+        yield from losses.server_faults(draft, "judge.url", url, "http://localhost:8000", with_token=has_token)
     if not config.eval.generate_rows:
         return
     if not _has_eval_data(draft):
@@ -201,7 +179,7 @@ def _generating(draft: Draft) -> Iterator[Problem]:
 
 def _best_checkpoint(draft: Draft) -> Iterator[Problem]:
     evaluation, output = draft.config.eval, draft.config.output
-    if not evaluation.load_best_model_at_end or evaluation.strategy is Strategy.NO:
+    if not evaluation.load_best_model_at_end or evaluation.strategy is choices.Strategy.NO:
         return
     if output.save_strategy is not evaluation.strategy:
         what = (
@@ -210,7 +188,7 @@ def _best_checkpoint(draft: Draft) -> Iterator[Problem]:
         )
         hint = f"set output.save_strategy: {evaluation.strategy}"
         yield draft.problem("eval.load_best_model_at_end", what, hint)
-    elif evaluation.strategy is Strategy.STEPS and not _is_multiple(output.save_steps, evaluation.steps):
+    elif evaluation.strategy is choices.Strategy.STEPS and not _is_multiple(output.save_steps, evaluation.steps):
         what = (
             f"every saved model must be evaluated, but {draft.cite('output.save_steps')} is {output.save_steps}, "
             f"no multiple of {draft.cite('eval.steps')}: {evaluation.steps}"
@@ -228,7 +206,7 @@ def _metric(draft: Draft) -> Iterator[Problem]:
     metric = config.eval.metric_for_best_model
     if not config.eval.load_best_model_at_end and config.eval.early_stopping_patience is None:
         return  # it is not read then, which is told
-    known = ("loss", "accuracy") if is_compared(config.objective) else ("loss", "perplexity", "token_accuracy")
+    known = ("loss", "accuracy") if losses.is_compared(config.objective) else ("loss", "perplexity", "token_accuracy")
     if metric not in known:
         what = f"evaluation gives no {metric} where {draft.cite('objective.name')} is {config.objective.name}"
         yield draft.problem("eval.metric_for_best_model", what, f"choose {' or '.join(known)}")
@@ -245,7 +223,7 @@ def _steps(draft: Draft) -> Iterator[Problem]:
 
 def _padding(draft: Draft) -> Iterator[Problem]:
     config = draft.config
-    longest = config.data.max_length * (2 if is_compared(config.objective) else 1)  # two answers share a row
+    longest = config.data.max_length * (2 if losses.is_compared(config.objective) else 1)  # two answers share a row
     if config.train.pad_to_multiple_of > longest:
         what = (
             f"every row would be filled up to {counted(config.train.pad_to_multiple_of, 'token')}, and with "
@@ -278,7 +256,7 @@ def _step_size(draft: Draft) -> Iterator[Problem]:
 
 def _splitting(draft: Draft) -> Iterator[Problem]:
     name = draft.config.objective.name
-    if draft.config.train.packing is Packing.SPLIT and name != "pt":
+    if draft.config.train.packing is choices.Packing.SPLIT and name != "pt":
         what = f"split cuts rows anywhere, which is for plain text, and {draft.cite('objective.name')} is {name}"
         yield draft.problem("train.packing", what, "set train.packing: best_fit, or objective: pt")
 
@@ -286,9 +264,9 @@ def _splitting(draft: Draft) -> Iterator[Problem]:
 def _shortening(draft: Draft) -> Iterator[Problem]:
     """``data.overflow: keep_answer`` gives every answer a prompt of its own length."""
     template = draft.config.template
-    if draft.config.data.overflow is not Overflow.KEEP_ANSWER:
+    if draft.config.data.overflow is not choices.Overflow.KEEP_ANSWER:
         return
-    if template.history is HistoryRendering.ONE_RENDERING:
+    if template.history is choices.HistoryRendering.ONE_RENDERING:
         what = f"answers that are too long get shorter prompts, each its own, and {draft.cite('template.history')} is "
         what += "one_rendering, where all stand in one text"
         yield draft.problem("data.overflow", what, "set template.history: inference, or data.overflow: drop")
@@ -296,11 +274,11 @@ def _shortening(draft: Draft) -> Iterator[Problem]:
 
 def _mixture(draft: Draft) -> Iterator[Problem]:
     mixture = draft.config.data.mixture
-    if mixture.by is not MixtureBy.EPOCHS:
+    if mixture.by is not choices.MixtureBy.EPOCHS:
         return
     wanting = [
         ("data.mixture.temperature", mixture.temperature is not None),
-        ("data.mixture.stop", mixture.stop is not MixtureStop.ALL),
+        ("data.mixture.stop", mixture.stop is not choices.MixtureStop.ALL),
     ]
     for key in (key for key, wants in wanting if wants):
         what = f"this is for mixtures by shares, and {draft.cite('data.mixture.by')} is epochs"
@@ -308,7 +286,7 @@ def _mixture(draft: Draft) -> Iterator[Problem]:
 
 
 def _weights(draft: Draft) -> Iterator[Problem]:
-    if draft.config.data.mixture.by is not MixtureBy.EPOCHS:
+    if draft.config.data.mixture.by is not choices.MixtureBy.EPOCHS:
         return
     for index, source in enumerate(draft.config.data.train):
         if source.weight > MOST_REPEATS:
@@ -356,7 +334,7 @@ def _optimizer(draft: Draft) -> Iterator[Problem]:
     if train.tokens_per_step is not None:
         hint = "remove it, and set train.per_device_train_batch_size"
         yield draft.problem("train.tokens_per_step", several, hint)
-    if train.precision is Precision.FP16:
+    if train.precision is choices.Precision.FP16:
         what = f"fp16 scales the loss and looks at all gradients before a step, and {cited}, which keeps none of them"
         yield draft.problem("train.precision", what, "set train.precision: bf16 or fp32")
 
@@ -366,18 +344,18 @@ def _offload(draft: Draft) -> Iterator[Problem]:
     if not train.offload:
         return
     key, cited = "train.offload", f"{draft.cite('train.optim')} is {row.name}"
-    if draft.config.runtime.sharding is not Sharding.NONE:
+    if draft.config.runtime.sharding is not choices.Sharding.NONE:
         sharded = (
             f"{draft.cite('runtime.sharding')} is {draft.config.runtime.sharding}, which divides the states instead"
         )
         yield draft.problem(key, sharded, "keep one: remove train.offload, or set runtime.sharding: none")
-    if Offload.OPTIMIZER in train.offload and not row.offloads:
+    if choices.Offload.OPTIMIZER in train.offload and not row.offloads:
         names = ", ".join(name for name, each in OPTIMIZERS.items() if each.offloads)
         yield draft.problem(key, f"{cited}, whose states and updates stay where the weights are", f"choose {names}")
-    if Offload.OPTIMIZER in train.offload and train.precision is Precision.FP16:
+    if choices.Offload.OPTIMIZER in train.offload and train.precision is choices.Precision.FP16:
         what = f"{draft.cite('train.precision')} is fp16, whose loss scaler wants optimizer and weights on one device"
         yield draft.problem(key, what, "set train.precision: bf16")
-    if Offload.ACTIVATIONS in train.offload:
+    if choices.Offload.ACTIVATIONS in train.offload:
         recomputed = f"{draft.cite('train.gradient_checkpointing')} is true: activations are computed again, not kept"
         if train.gradient_checkpointing:
             yield draft.problem(key, recomputed, "keep one of the two")
@@ -391,7 +369,7 @@ def _on_cpu(draft: Draft) -> Iterator[Problem]:
     if config.runtime.device != "cpu":
         return
     on_cpu = f"{draft.cite('runtime.device')} is cpu"
-    if config.train.precision is Precision.FP16:
+    if config.train.precision is choices.Precision.FP16:
         yield draft.problem("train.precision", f"fp16 needs a GPU, and {on_cpu}", "set train.precision: bf16 or fp32")
     attention = str(config.model.attn_implementation)
     if attention.startswith(("flash_attention", "flex_attention")):
@@ -418,7 +396,7 @@ def _resumption(draft: Draft) -> Iterator[Problem]:
 
 def _something_to_learn(draft: Draft) -> Iterator[Problem]:
     data, template = draft.config.data, draft.config.template
-    if template.train_on is not TrainOn.NONE or data.use or draft.config.objective.name == "pt":
+    if template.train_on is not choices.TrainOn.NONE or data.use or draft.config.objective.name == "pt":
         return
     if any(rule.train for rule in template.targets):
         return
@@ -432,14 +410,14 @@ def _may_teach(source: SourceConfig) -> bool:
         return True
     if source.train_on is None:
         return source.format not in _SILENT_FORMATS
-    return source.train_on is not TrainOn.NONE
+    return source.train_on is not choices.TrainOn.NONE
 
 
 def _thinking(draft: Draft) -> Iterator[Problem]:
     for name, sources in (("data.train", draft.config.data.train), ("data.eval", draft.config.data.eval)):
         for index, source in enumerate(sources):
             at = f"{name}[{index}]"
-            if source.thinking is ThinkingStyle.TEXT and draft.given(f"{at}.thinking_tags"):
+            if source.thinking is choices.ThinkingStyle.TEXT and draft.given(f"{at}.thinking_tags"):
                 what = f"tags are given, and {draft.cite(f'{at}.thinking')} leaves them in the text"
                 yield draft.problem(f"{at}.thinking_tags", what, "set thinking: tags, or remove the tags")
 
@@ -484,14 +462,14 @@ _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("data.train", "data.use", "template.train_on", "template.targets", "objective.name"), _something_to_learn),
     (("data.train", "data.eval"), _thinking),
     (("media",), _media),
-    (("data.train", "data.eval", "objective.name"), check_rows),
-    (("objective", "adapter.type"), check_objective),
+    (("data.train", "data.eval", "objective.name"), losses.check_rows),
+    (("objective", "adapter.type"), losses.check_objective),
     (("model.quantization", "objective.reference.quantization"), check_quantization),
-    (("objective", "train.packing", "data.overflow", "data.prepare"), check_compared),
-    (("objective", "train.shared_prompts", "train.packing", "model.attn_implementation"), check_shared),
-    (("train.head_kernel", "runtime.device", "objective"), check_head_kernel),
+    (("objective", "train.packing", "data.overflow", "data.prepare"), losses.check_compared),
+    (("objective", "train.shared_prompts", "train.packing", "model.attn_implementation"), losses.check_shared),
+    (("train.head_kernel", "runtime.device", "objective"), losses.check_head_kernel),
     (("adapter", "model.quantization", "data.prepare", "runtime.sharding"), check_adapter),
     (("runtime.sharding", "train.torch_compile", "train.precision", "train.optim", "adapter"), check_sharding),
-    (("objective", "rollout", "train", "runtime.sharding"), check_rollouts),
+    (("objective", "rollout", "train", "runtime.sharding"), losses.check_rollouts),
     (("media.cache", "adapter", "data.prepare", "objective"), check_features),
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from luthier import errors
 from luthier.config.choices import MixtureBy, Packing, Strategy
 from luthier.config.explain import explain
 from luthier.config.inputs import SourceConfig
@@ -17,19 +18,6 @@ from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.peers.translation import Translation
 from luthier.config.schema import RunConfig
 from luthier.config.tree import KeyPath, Node, get, parse_path, plain, show_path
-from luthier.errors import (
-    UNPLACED,
-    BudgetError,
-    CheckpointError,
-    ConfigError,
-    ModelError,
-    Problem,
-    SourceError,
-    StoreError,
-    TemplateError,
-    TokenizerError,
-    UserError,
-)
 
 # Stand-ins for required values that are missing or wrong, so that the rest can still be checked. Never returned.
 _STAND_INS: dict[str, object] = {
@@ -53,7 +41,7 @@ class Draft:
     tree: Node
     name: str
     faulty: frozenset[KeyPath] = frozenset()
-    machine: tuple[Problem, ...] = ()
+    machine: tuple[errors.Problem, ...] = ()
     translation: Translation | None = None
 
     def sound(self, *keys: str) -> bool:
@@ -71,18 +59,18 @@ class Draft:
         node = get(self.tree, _path(key))
         return f"{key} ({'default' if node is None else node.where.short})"
 
-    def problem(self, key: str, what: str, hint: str) -> Problem:
+    def problem(self, key: str, what: str, hint: str) -> errors.Problem:
         """A problem at a key, or at the nearest section that was written."""
         path = _path(key)
         while path and get(self.tree, path) is None:
             path = path[:-1]
         node = get(self.tree, path)
         where = str(node.where) if path and node is not None else self.name
-        return Problem(where=where, key=key, what=what, hint=hint)
+        return errors.Problem(where=where, key=key, what=what, hint=hint)
 
-    def place(self, error: UserError) -> None:
+    def place(self, error: errors.UserError) -> None:
         """Say in an error that was raised after loading at which line the key stands that it is about, if it is."""
-        if isinstance(error, ConfigError):
+        if isinstance(error, errors.ConfigError):
             error.tell([self._placed(problem) for problem in error.problems])
         elif error.where is None and (key := self.key_of(error)) is not None:
             error.key, error.where = key, self.problem(key, "", "").where
@@ -94,44 +82,44 @@ class Draft:
         """Within this every `UserError` is told with the place of its key."""
         try:
             yield
-        except UserError as error:
+        except errors.UserError as error:
             self.place(error)
             raise
 
-    def key_of(self, error: UserError) -> str | None:
+    def key_of(self, error: errors.UserError) -> str | None:
         """The key that an error is about: the one that it or its message names, or the one that its class is about."""
         if error.key is not None:
             return error.key
-        if isinstance(error, SourceError):
+        if isinstance(error, errors.SourceError):
             return self._key_of_source(error)
         named = (self._known_key(found[0]) for found in _KEY.finditer(error.message))
         return next((key for key in named if key is not None), None) or self.key_of_class(error)
 
-    def leading_key(self, error: UserError) -> str | None:
+    def leading_key(self, error: errors.UserError) -> str | None:
         """The key that an error says itself, or that its message begins with."""
         found = _KEY.match(error.message)
         return error.key or (None if found is None else self._known_key(found[0]))
 
-    def told(self, key: str, check: Callable[[], object]) -> Iterator[Problem]:
+    def told(self, key: str, check: Callable[[], object]) -> Iterator[errors.Problem]:
         """What a check raises, as a problem: at the key that its message begins with, else at this one."""
         try:
             check()
-        except ConfigError as error:
+        except errors.ConfigError as error:
             yield from error.problems
-        except UserError as error:
+        except errors.UserError as error:
             yield self.at_its_key(error, key)
 
-    def at_its_key(self, error: UserError, key: str) -> Problem:
+    def at_its_key(self, error: errors.UserError, key: str) -> errors.Problem:
         """An error as a problem: at the key that its message begins with, else at this one."""
         at = self.leading_key(error) or key
         return self.problem(at, error.message.removeprefix(f"{at}: "), error.hint or "see docs/config.md")
 
-    def _placed(self, problem: Problem) -> Problem:
-        if problem.where == UNPLACED:
+    def _placed(self, problem: errors.Problem) -> errors.Problem:
+        if problem.where == errors.UNPLACED:
             problem = replace(problem, where=self.problem(problem.key, "", "").where)
         return problem if self.translation is None else self.translation.as_theirs(problem)
 
-    def _key_of_source(self, error: SourceError) -> str | None:
+    def _key_of_source(self, error: errors.SourceError) -> str | None:
         data = self.config.data
         for name, sources in (("data.train", data.train), ("data.eval", data.eval)):
             for index, source in enumerate(sources):
@@ -139,21 +127,21 @@ class Draft:
                     return f"{name}[{index}].path"
         return None if error.path is None or data.registry is None else "data.registry"
 
-    def key_of_class(self, error: UserError) -> str | None:
+    def key_of_class(self, error: errors.UserError) -> str | None:
         """The key that errors of this class are about where they name none."""
         config = self.config
         match error:
-            case TemplateError() if config.template.chat_template is not None:
+            case errors.TemplateError() if config.template.chat_template is not None:
                 return "template.chat_template"
-            case TemplateError() | TokenizerError() if config.model.tokenizer_name_or_path is not None:
+            case errors.TemplateError() | errors.TokenizerError() if config.model.tokenizer_name_or_path is not None:
                 return "model.tokenizer_name_or_path"
-            case TemplateError() | TokenizerError() | ModelError():
+            case errors.TemplateError() | errors.TokenizerError() | errors.ModelError():
                 return "model.name_or_path"
-            case BudgetError():
+            case errors.BudgetError():
                 return "data.max_drop"
-            case StoreError():
+            case errors.StoreError():
                 return "data.store"
-            case CheckpointError():
+            case errors.CheckpointError():
                 return "output.dir" if config.output.resume in ("auto", "never") else "output.resume"
             case _:
                 return None
@@ -176,13 +164,13 @@ class Draft:
         return text
 
 
-def read_draft(tree: Node, name: str) -> tuple[Draft | None, list[Problem]]:
+def read_draft(tree: Node, name: str) -> tuple[Draft | None, list[errors.Problem]]:
     """Validate the tree; what is wrong is left out or stood in for, and validated again, until the rest holds.
 
     Returns None for the draft in the rare case that nothing can be made of it; there are problems then.
     """
     values = plain(tree)
-    problems: list[Problem] = []
+    problems: list[errors.Problem] = []
     told: set[KeyPath] = set()
     faulty: set[KeyPath] = set()
     for _ in range(MAX_ROUNDS):

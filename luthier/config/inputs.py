@@ -10,37 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from luthier.config.choices import (
-    FORMAT_NAMES,
-    MAX_WEIGHT,
-    MIN_WEIGHT,
-    Count,
-    Documents,
-    Format,
-    HistoryRendering,
-    MixtureBy,
-    MixtureStop,
-    NameOf,
-    NonEmpty,
-    NonNegative,
-    Overflow,
-    PathLike,
-    Positive,
-    Processes,
-    QuantizationType,
-    Role,
-    SameRole,
-    ShareOrCount,
-    TargetPart,
-    Texts,
-    ThinkingStyle,
-    TokenizerBackend,
-    TrainOn,
-    Turn,
-    TwoTokens,
-    as_enum,
-    as_list,
-)
+from luthier.config import choices
 from luthier.writing import counted
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -99,7 +69,7 @@ class QuantizationConfig(Section):
 
     shorthand = "type"
 
-    type: Annotated[QuantizationType, as_enum(QuantizationType)] = QuantizationType.NONE
+    type: Annotated[choices.QuantizationType, choices.as_enum(choices.QuantizationType)] = choices.QuantizationType.NONE
     """``nf4``, ``fp4``: 4 bits, ``int8``: 8 bits (LLM.int8), by bitsandbytes; ``torchao_int8``, ``torchao_fp8``: 8 bits
     a weight, by torchao; ``torchao_int4``: 4 bits, for a reference model on a GPU only, as no library trains adapters
     on it."""
@@ -108,7 +78,7 @@ class QuantizationConfig(Section):
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """``nf4``, ``fp4``: the type that weights are expanded to for a product. ``auto``: that of the computation
     (``train.precision``)."""
-    skip_modules: Texts = []
+    skip_modules: choices.Texts = []
     """Names of modules that keep all their bits, beside the output layer, such as ``o_proj``."""
 
     @model_validator(mode="before")
@@ -122,17 +92,19 @@ class ModelConfig(Section):
 
     shorthand = "name_or_path"
 
-    name_or_path: NonEmpty
+    name_or_path: choices.NonEmpty
     """A local folder, a Hub id, or ``preset:NAME`` (tiny models that come with Luthier: tiny-qwen3, tiny-llama,
     tiny-qwen3-vl, tiny-qwen2-audio)."""
-    tokenizer_name_or_path: NonEmpty | None = None
+    tokenizer_name_or_path: choices.NonEmpty | None = None
     """Where the tokenizer is, if not with the model."""
-    tokenizer_backend: Annotated[TokenizerBackend, as_enum(TokenizerBackend)] = TokenizerBackend.AUTO
+    tokenizer_backend: Annotated[choices.TokenizerBackend, choices.as_enum(choices.TokenizerBackend)] = (
+        choices.TokenizerBackend.AUTO
+    )
     """Library that encodes text, to the same ids. ``auto``: fastokens where it pays and is proven equal on the way,
     else tokenizers; ``fastokens``: from the start, or the run is refused."""
-    revision: NonEmpty = "main"
+    revision: choices.NonEmpty = "main"
     """Branch, tag or commit of a model on the Hub."""
-    cache_dir: PathLike | None = None
+    cache_dir: choices.PathLike | None = None
     """Folder for downloads. Default: the Hub's own cache."""
     random_init: bool = False
     """Build the model from its config with random weights instead of loading weights (presets always do)."""
@@ -153,14 +125,14 @@ class ModelConfig(Section):
     experts_implementation: Literal["auto", "eager", "batched_mm", "grouped_mm"] = "auto"
     """What computes the experts of a layer: ``grouped_mm``, one product for all of them, ``batched_mm``, or ``eager``,
     one after the other. ``auto``: transformers' choice, grouped where torch can."""
-    add_tokens: Texts = []
+    add_tokens: choices.Texts = []
     """Ordinary tokens to add to the vocabulary; embeddings are resized."""
-    add_special_tokens: Texts = []
+    add_special_tokens: choices.Texts = []
     """Control tokens to add to the vocabulary; embeddings are resized."""
-    token_descriptions: dict[NonEmpty, NonEmpty] = {}
+    token_descriptions: dict[choices.NonEmpty, choices.NonEmpty] = {}
     """What added tokens mean, such as ``{"<tool>": begins a tool call}``: the row of such a token starts as the mean of
     the rows of these words, that of any other as the mean of all rows."""
-    new_token_noise: NonNegative = 0.0
+    new_token_noise: choices.NonNegative = 0.0
     """Random numbers added to the rows of new tokens, so that they do not start alike: their size beside the spread of
     the old rows, such as 0.1."""
     use_liger_kernel: bool | Literal["auto"] = "auto"
@@ -168,27 +140,27 @@ class ModelConfig(Section):
 
 
 def _check_weight(weight: float | None) -> float | None:
-    if weight is not None and weight != 0 and not MIN_WEIGHT <= weight <= MAX_WEIGHT:
-        raise ValueError(f"is neither 0 nor from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
+    if weight is not None and weight != 0 and not choices.MIN_WEIGHT <= weight <= choices.MAX_WEIGHT:
+        raise ValueError(f"is neither 0 nor from {choices.MIN_WEIGHT:g} to {choices.MAX_WEIGHT:g}")
     return weight
 
 
 class TargetRuleConfig(Section):
     """One rule on what is learned; all its conditions must hold, and later rules win ([targets.md](targets.md))."""
 
-    role: Annotated[Role | None, as_enum(Role)] = None
+    role: Annotated[choices.Role | None, choices.as_enum(choices.Role)] = None
     """Who speaks."""
-    turn: Annotated[Turn | None, as_enum(Turn)] = None
+    turn: Annotated[choices.Turn | None, choices.as_enum(choices.Turn)] = None
     """Only the first, or the last, message of its role in a conversation."""
-    part: Annotated[TargetPart | None, as_enum(TargetPart)] = None
+    part: Annotated[choices.TargetPart | None, choices.as_enum(choices.TargetPart)] = None
     """What of an assistant's message: its answer, its thinking, its tool calls."""
-    pattern: Annotated[NonEmpty | None, AfterValidator(lambda text: text if text is None else check_pattern(text))] = (
-        None
-    )
+    pattern: Annotated[
+        choices.NonEmpty | None, AfterValidator(lambda text: text if text is None else check_pattern(text))
+    ] = None
     """A Python regular expression, searched in texts and thoughts; its group 1, if it has one, is what is meant."""
     train: bool | None = None
     """Whether it is learned. Without it the rule only weighs."""
-    weight: Annotated[NonNegative | None, AfterValidator(_check_weight)] = None
+    weight: Annotated[choices.NonNegative | None, AfterValidator(_check_weight)] = None
     """What it counts in the loss; 0 is the same as ``train: false``."""
 
     @model_validator(mode="after")
@@ -197,14 +169,14 @@ class TargetRuleConfig(Section):
             raise ValueError("says neither train nor weight, so it changes nothing")
         if self.train and self.weight == 0:
             raise ValueError("says train: true and weight: 0, which is train: false")
-        if self.part is not None and self.role not in (None, Role.ASSISTANT):
+        if self.part is not None and self.role not in (None, choices.Role.ASSISTANT):
             raise ValueError(f"never applies: only an assistant's message has parts, and role is {self.role}")
-        if self.part is TargetPart.TOOL_CALL and self.pattern is not None:
+        if self.part is choices.TargetPart.TOOL_CALL and self.pattern is not None:
             raise ValueError("never applies: patterns are searched in texts and thoughts, not in tool calls")
         return self
 
 
-TargetRules = Annotated[list[TargetRuleConfig], BeforeValidator(as_list)]
+TargetRules = Annotated[list[TargetRuleConfig], BeforeValidator(choices.as_list)]
 
 
 def _check_pair(tags: list[str]) -> list[str]:
@@ -218,64 +190,64 @@ class SourceConfig(Section):
 
     shorthand = "path"
 
-    path: NonEmpty
+    path: choices.NonEmpty
     """A file, a folder, a glob, ``hub:OWNER/NAME``, ``modelscope:OWNER/NAME`` (by the package ``modelscope``), or
     ``preset:NAME`` (data sets that come with Luthier: skills, preferences, feedback, preferences_sft, lookups,
     lookups_sft, pictures, sounds)."""
-    format: Annotated[str, NameOf(FORMAT_NAMES.values)] = Format.AUTO
+    format: Annotated[str, choices.NameOf(choices.FORMAT_NAMES.values)] = choices.Format.AUTO
     """How rows are written; ``auto`` looks at the rows."""
     columns: dict[str, str] = {}
     """Our column name -> the file's, such as ``{messages: conversations}``; the others keep their defaults."""
     tags: dict[str, str] = {}
     """Our tag name -> the file's, such as ``{role_tag: role, user_tag: user}``; the others keep their defaults.
     ``train_tag`` names the one key of a message that says whether it is learned."""
-    documents: Annotated[Documents | None, as_enum(Documents)] = None
+    documents: Annotated[choices.Documents | None, choices.as_enum(choices.Documents)] = None
     """Of plain text files: what one document is, with an end token of its own. ``line``; ``paragraph``, with blank
     lines between two; or the whole ``file``. Default: ``file`` for ``.md``, ``line`` for ``.txt``."""
     separator: Annotated[str | None, Field(pattern=r'^[^"\r\n]$')] = None
     """Of CSV files: the character between two cells. Default: that of comma, semicolon, tab and ``|`` which cuts the
     header into the most cells."""
-    split: NonEmpty = "train"
+    split: choices.NonEmpty = "train"
     """Split of a Hub data set or of a preset."""
-    subset: NonEmpty | None = None
+    subset: choices.NonEmpty | None = None
     """Subset (configuration) of a Hub data set."""
-    revision: NonEmpty | None = None
+    revision: choices.NonEmpty | None = None
     """Branch, tag or commit of a Hub data set."""
-    max_rows: Count | None = None
+    max_rows: choices.Count | None = None
     """Take a seeded sample of this many rows (all, if there are fewer)."""
-    first_rows: Count | None = None
+    first_rows: choices.Count | None = None
     """Overrides ``data.first_rows`` for this data set."""
-    weight: Positive = 1.0
+    weight: choices.Positive = 1.0
     """How often each row is seen per epoch: 2 is twice, 0.5 is a seeded half, anew each epoch. With
     ``data.mixture.by: rows`` or ``tokens`` it is the set's share, in any unit; else 10,000 is the most."""
     streaming: bool = False
     """Read a Hub data set as a stream instead of downloading it first."""
-    train_on: Annotated[TrainOn | None, as_enum(TrainOn)] = None
+    train_on: Annotated[choices.TrainOn | None, choices.as_enum(choices.TrainOn)] = None
     """Overrides ``template.train_on`` for this data set."""
     targets: TargetRules = []
     """Rules on what is learned of this data set; they come after those of ``template.targets``."""
-    thinking: Annotated[ThinkingStyle, as_enum(ThinkingStyle)] = ThinkingStyle.TAGS
+    thinking: Annotated[choices.ThinkingStyle, choices.as_enum(choices.ThinkingStyle)] = choices.ThinkingStyle.TAGS
     """``tags``: what stands between ``thinking_tags`` at the beginning of an assistant's text is thinking; ``text``:
     the text is left alone."""
-    thinking_tags: Annotated[Texts, AfterValidator(_check_pair)] = ["<think>", "</think>"]
+    thinking_tags: Annotated[choices.Texts, AfterValidator(_check_pair)] = ["<think>", "</think>"]
     """The opening and the closing tag of thinking in an assistant's text."""
     drop_system: bool = False
     """Leave out the system messages of the rows, for a template that takes none."""
-    prompt_format: Annotated[list[NonEmpty], BeforeValidator(as_list)] = []
+    prompt_format: Annotated[list[choices.NonEmpty], BeforeValidator(choices.as_list)] = []
     """Of plain text (``format: text``): what stands before it and is not learned, with columns of the row in braces:
     ``"Question: {question}\\nAnswer: "``. Of several the first is taken whose columns the row has."""
     rendered: bool = False
     """Texts were rendered by a template already: control strings in them are meant as control tokens. Plain text and
     text pairs are taken as they are, nothing put around them."""
-    media_root: PathLike | None = None
+    media_root: choices.PathLike | None = None
     """Folder that media paths in rows are relative to and may not leave; default: the data file's folder."""
-    same_role: Annotated[SameRole | None, as_enum(SameRole)] = None
+    same_role: Annotated[choices.SameRole | None, choices.as_enum(choices.SameRole)] = None
     """Overrides ``data.same_role`` for this data set."""
-    text_limit: Count | None = None
+    text_limit: choices.Count | None = None
     """Overrides ``data.text_limit`` for this data set."""
 
 
-Sources = Annotated[list[SourceConfig], BeforeValidator(as_list)]
+Sources = Annotated[list[SourceConfig], BeforeValidator(choices.as_list)]
 
 
 class MixtureConfig(Section):
@@ -283,13 +255,13 @@ class MixtureConfig(Section):
 
     shorthand = "by"
 
-    by: Annotated[MixtureBy, as_enum(MixtureBy)] = MixtureBy.EPOCHS
+    by: Annotated[choices.MixtureBy, choices.as_enum(choices.MixtureBy)] = choices.MixtureBy.EPOCHS
     """What the sets' ``weight`` means. ``epochs``: how often each row is seen in an epoch. ``rows``, ``tokens``: shares
     of the rows, or of the tokens, that hold throughout the epoch, whatever the sizes of the sets."""
-    temperature: Positive | None = None
+    temperature: choices.Positive | None = None
     """With shares: they are also proportional to size^(1/temperature). 1 is as the sizes are, 2 lifts small sets, a
     high one makes all equal. Default: sizes do not matter."""
-    stop: Annotated[MixtureStop, as_enum(MixtureStop)] = MixtureStop.ALL
+    stop: Annotated[choices.MixtureStop, choices.as_enum(choices.MixtureStop)] = choices.MixtureStop.ALL
     """With shares: an epoch ends when ``all`` sets were seen whole (small ones are repeated), or the ``first`` one."""
 
 
@@ -302,47 +274,47 @@ class DataConfig(Section):
     """Data sets to evaluate on."""
     mixture: MixtureConfig = MixtureConfig()
     """How the training sets share an epoch."""
-    registry: PathLike | None = None
+    registry: choices.PathLike | None = None
     """A ``dataset_info.json`` (or its YAML form) that names data sets; ``hub:OWNER/NAME`` is that of a data set of the
     Hub, whose files it names."""
-    use: Texts = []
+    use: choices.Texts = []
     """Names from the registry to train on; ``name#1000`` takes 1000 rows."""
-    eval_use: Texts = []
+    eval_use: choices.Texts = []
     """Names from the registry to evaluate on."""
-    use_weights: list[Positive] = []
+    use_weights: list[choices.Positive] = []
     """``weight`` of each data set that ``use`` names, in their order."""
-    media_root: PathLike | None = None
+    media_root: choices.PathLike | None = None
     """``media_root`` of data sets that say none themselves."""
-    eval_split: ShareOrCount = 0
+    eval_split: choices.ShareOrCount = 0
     """Rows held out of the training data, when no eval data is named: a share below 1, or a number of rows."""
-    first_rows: Count | None = None
+    first_rows: choices.Count | None = None
     """Take only the first rows of each data set, so many (all, if there are fewer); of a sample (``max_rows``) its
     first. LLaMA-Factory's ``max_samples``."""
-    max_length: TwoTokens = 4096
+    max_length: choices.TwoTokens = 4096
     """Longest sequence in tokens, and the capacity of a pack. One token alone has nothing to predict."""
-    overflow: Annotated[Overflow, as_enum(Overflow)] = Overflow.DROP
+    overflow: Annotated[choices.Overflow, choices.as_enum(choices.Overflow)] = choices.Overflow.DROP
     """Sequences over ``max_length``: ``error`` stops, ``drop`` leaves them out, ``truncate`` cuts the end off,
     ``split`` cuts them into several at ends of turns; ``keep_answer`` leaves out the oldest turns of prompts, never the
     system message, the tools or an answer ([data_formats.md](data_formats.md#rows-that-are-too-long)). All are
     counted."""
-    document_end: NonEmpty = "eos"
+    document_end: choices.NonEmpty = "eos"
     """What ends a plain text: ``eos``, the tokenizer's end-of-sequence token; ``none``; or a control token's own text,
     such as ``<|endoftext|>``. It is learned with the text."""
-    max_drop: ShareOrCount = 0.05
+    max_drop: choices.ShareOrCount = 0.05
     """Most rows that may be dropped or quarantined before the run stops: a share below 1, or a number of rows."""
-    same_role: Annotated[SameRole, as_enum(SameRole)] = SameRole.KEEP
+    same_role: Annotated[choices.SameRole, choices.as_enum(choices.SameRole)] = choices.SameRole.KEEP
     """Two messages of the user, or of the assistant, in a row: ``keep`` them, as far as the template takes it;
     ``merge`` them, with a blank line between; or ``quarantine`` the row. Counted in the ledger."""
-    text_limit: Count | None = 1_000_000
+    text_limit: choices.Count | None = 1_000_000
     """A row with a text (a message, a thought, a document) of so many characters or more is quarantined before it is
     tokenized. ``null``: no limit but that of the row, 10 MB."""
-    workers: Processes | Literal["auto"] = "auto"
+    workers: choices.Processes | Literal["auto"] = "auto"
     """Processes that render and encode. ``auto``: the number of cores, and none for small data."""
     prepare: Literal["auto", "before", "meanwhile"] = "auto"
     """When rows are rendered and encoded: all of them ``before`` training, or ``meanwhile``, so that training begins
     with the first rows; the learning rate then follows the share of rows used. ``auto``: meanwhile, under
     ``train.packing: window``, where the files have more than 32 MB."""
-    store: PathLike | None = None
+    store: choices.PathLike | None = None
     """Folder of encoded samples. Default: ``~/.cache/luthier/store``. Several machines need one
     that all of them see, on a file system with locks ([store.md](store.md))."""
 
@@ -352,15 +324,15 @@ class TemplateLimitsConfig(Section):
 
     Time and memory are looked at last: they stop the run, and never decide what becomes of a row."""
 
-    max_seconds: Positive = 3.0
+    max_seconds: choices.Positive = 3.0
     """Processor time of one render."""
-    max_steps: Count = 500_000
+    max_steps: choices.Count = 500_000
     """Rounds of loops, and calls of macros, filters, tests and methods, together."""
-    max_output_chars: Count = 16_000_000
+    max_output_chars: choices.Count = 16_000_000
     """Characters of any one text that it makes: what it prints, or a string on the way."""
-    max_memory_mb: Count = 250
+    max_memory_mb: choices.Count = 250
     """Megabytes by which the process may grow."""
-    max_source_chars: Count = 100_000
+    max_source_chars: choices.Count = 100_000
     """Characters of the template itself."""
 
 
@@ -376,28 +348,30 @@ def _check_time(text: str | None) -> str | None:
 class TemplateConfig(Section):
     """How conversations become text, and what of it is learned."""
 
-    chat_template: NonEmpty | None = None
+    chat_template: choices.NonEmpty | None = None
     """A name such as ``chatml`` (all are in [templates.md](templates.md)), a path to a Jinja file, or the template
     itself. Default: the model's own. ``own_or_chatml``: the model's own, and ``chatml`` where it has none."""
     kwargs: dict[str, Any] = {}
     """Variables for the template, such as ``{enable_thinking: false}``."""
-    now: Annotated[NonEmpty | None, AfterValidator(_check_time)] = None
+    now: Annotated[choices.NonEmpty | None, AfterValidator(_check_time)] = None
     """The date, or date and time, that templates with a clock are told, for all rows, such as ``"2026-11-22"``.
     Default: the time at which the run begins."""
     limits: TemplateLimitsConfig = TemplateLimitsConfig()
     """What one render of the template may use up."""
     default_system: str | None = None
     """System message for conversations that have none."""
-    train_on: Annotated[TrainOn, as_enum(TrainOn)] = TrainOn.ASSISTANT
+    train_on: Annotated[choices.TrainOn, choices.as_enum(choices.TrainOn)] = choices.TrainOn.ASSISTANT
     """Which messages are learned, where the row itself does not say."""
     targets: TargetRules = []
     """Rules that refine ``train_on`` by role, turn, part or pattern, and weigh: ``{part: thinking, train: false}``."""
     train_stop: bool = True
     """Learn the stop token too. Without it the model never learns to stop."""
-    control: Literal["as_text", "forbid"] | Texts = "as_text"
+    control: Literal["as_text", "forbid"] | choices.Texts = "as_text"
     """Control strings (``<|im_end|>``) in the rows' own text: ``as_text`` encodes them as text and counts them,
     ``forbid`` quarantines such rows, a list names those that are meant as control tokens."""
-    history: Annotated[HistoryRendering, as_enum(HistoryRendering)] = HistoryRendering.INFERENCE
+    history: Annotated[choices.HistoryRendering, choices.as_enum(choices.HistoryRendering)] = (
+        choices.HistoryRendering.INFERENCE
+    )
     """The context in which an answer is learned. ``inference``: what the model will be shown before it. Where the
     template rewrites history (Qwen3 strips earlier thoughts), turns then have contexts of their own, and cost more
     tokens. ``one_rendering``: the conversation is rendered once and each answer learned where it stands, as other tools
@@ -438,54 +412,54 @@ class MediaConfig(Section):
     """Images, videos and audio of rows: where they may be, how large, and how the model's processor is to see them.
     The processor's options are its own where they are ``null`` ([media.md](media.md))."""
 
-    roots: Annotated[list[PathLike], BeforeValidator(as_list)] = []
+    roots: Annotated[list[choices.PathLike], BeforeValidator(choices.as_list)] = []
     """Folders in which rows may name files by absolute paths; a relative path stays in its source's ``media_root``."""
-    url_hosts: Annotated[Texts, AfterValidator(_check_hosts)] = []
+    url_hosts: Annotated[choices.Texts, AfterValidator(_check_hosts)] = []
     """Hosts from which rows may have files fetched by http(s), as ``name`` or ``name:port``. Default: none; a row that
     names an address then stops the run, and nothing is fetched."""
-    max_bytes: Count = 2_000_000_000
+    max_bytes: choices.Count = 2_000_000_000
     """Largest file, in bytes."""
-    max_url_bytes: Count = 100_000_000
+    max_url_bytes: choices.Count = 100_000_000
     """Largest file that is fetched, in bytes."""
-    max_image_pixels: Count = 50_000_000
+    max_image_pixels: choices.Count = 50_000_000
     """Most pixels of an image, or of a video's frame. 50 million are 200 MB when decoded, in a WebP 850."""
-    max_image_bytes: Count = 500_000_000
+    max_image_bytes: choices.Count = 500_000_000
     """Most memory that decoding one image may take, in bytes: 4 a pixel for RGB, 8 with transparency or turned by EXIF,
     10 for 16 bits a channel, 17 for WebP, as its header says."""
-    min_image_side: Count = 4
+    min_image_side: choices.Count = 4
     """Shortest side, in pixels. Processors take a side of 1 or 3 for colour channels."""
-    max_side_ratio: Positive = 200.0
+    max_side_ratio: choices.Positive = 200.0
     """Most that one side may be longer than the other, as for Qwen-VL."""
-    max_video_frames: Count = 500_000
+    max_video_frames: choices.Count = 500_000
     """Most frames of a video, before any are chosen."""
-    max_video_seconds: Positive = 7200.0
+    max_video_seconds: choices.Positive = 7200.0
     """Longest video, in seconds."""
-    min_audio_seconds: Positive = 0.01
+    min_audio_seconds: choices.Positive = 0.01
     """Shortest audio, in seconds: below one step of a feature extractor nothing is left of it."""
-    max_audio_seconds: Positive = 2400.0
+    max_audio_seconds: choices.Positive = 2400.0
     """Longest audio, in seconds. 40 minutes at 48 kHz are 460 MB when decoded."""
-    long_audio: Annotated[LongAudio, as_enum(LongAudio)] = LongAudio.CUT
+    long_audio: Annotated[LongAudio, choices.as_enum(LongAudio)] = LongAudio.CUT
     """Audio of more seconds than the model's own feature extractor takes (30 for Qwen2-Audio): ``cut`` lets it cut
     the end off, as inference does, and counts it in the ledger; ``split`` puts as many clips of equal length in its
     place as are needed ([media.md](media.md)); ``quarantine`` takes the row out."""
-    max_decoded_bytes: Count = 2_000_000_000
+    max_decoded_bytes: choices.Count = 2_000_000_000
     """Most memory that the chosen frames of one video may take, in bytes: 320 frames of 1920 x 1080."""
-    cache: Annotated[MediaCache, as_enum(MediaCache)] = MediaCache.NONE
+    cache: Annotated[MediaCache, choices.as_enum(MediaCache)] = MediaCache.NONE
     """``encoder_features``: what the model's frozen towers make of images and videos is computed once, before training,
     and kept beside the encoded samples; later epochs and runs decode nothing."""
-    min_pixels: Count | None = None
+    min_pixels: choices.Count | None = None
     """Images with fewer pixels are enlarged to so many."""
-    max_pixels: Count | None = None
+    max_pixels: choices.Count | None = None
     """Images with more pixels are shrunk to so many."""
-    video_min_pixels: Count | None = None
+    video_min_pixels: choices.Count | None = None
     """Fewest pixels of a video's frame."""
-    video_max_pixels: Count | None = None
+    video_max_pixels: choices.Count | None = None
     """Most pixels of a video's frame; some families count those of all frames together."""
-    fps: Positive | None = None
+    fps: choices.Positive | None = None
     """Frames that are taken of a second of video; of a list of frames, how many a second they are (2 if ``null``)."""
-    max_frames: Count | None = None
+    max_frames: choices.Count | None = None
     """Most frames that are taken of a video."""
-    sampling_rate: Count | None = None
+    sampling_rate: choices.Count | None = None
     """Samples of a second of audio, to which all is resampled."""
     use_audio_in_video: bool | None = None
     """Take a video's audio track too, its tokens between those of the frames (omni models)."""

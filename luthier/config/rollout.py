@@ -10,20 +10,7 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, model_validator
 
-from luthier.config.choices import (
-    Count,
-    Natural,
-    NonEmpty,
-    NonNegative,
-    PathLike,
-    Positive,
-    Proportion,
-    Signed,
-    Size,
-    Tokens,
-    as_enum,
-    as_list,
-)
+from luthier.config import choices
 from luthier.config.inputs import QuantizationConfig, Section
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # this machine, to which tokens may travel openly
@@ -50,42 +37,37 @@ class RewardConfig(Section):
 
     shorthand = "metric"
 
-    metric: NonEmpty | None = None
+    metric: choices.NonEmpty | None = None
     """A metric that compares the answer with the row's: ``exact``, ``normalised``, ``contains``, ``number``,
-    ``choice``, ``json``, ``rougeL``, ``regex:PATTERN`` … ([predict.md](predict.md#metrics)); ``length`` or
-    ``overlong``, which look at how many tokens it has; or ``matches:PATTERN``, whether it is written so
-    ([rl.md](rl.md#rewards))."""
-    column: NonEmpty | None = None
+    ``choice``, ``json``, ``rougeL``, ``regex:PATTERN`` … ([predict.md](predict.md#metrics)); or ``length`` or
+    ``overlong``, which look at how many tokens it has ([rl.md](rl.md#rewards))."""
+    column: choices.NonEmpty | None = None
     """Of a metric: the column of the row that it compares the answer with. Default: the row's answer."""
-    function: NonEmpty | None = None
+    function: choices.NonEmpty | None = None
     """``FILE.py:NAME``: your own function ``(answer, *, expected, prompt, finished, columns, conversation) -> float |
     None``, of whose keywords it names those that it reads; or ``(answers, …) -> list``, asked of all answers to a
-    prompt at once. It runs in a process of its own; None is no opinion. A function with a parameter ``completions`` is
-    called as TRL calls it, ``(prompts, completions, **columns) -> list``."""
-    plain: bool = False
-    """Of a function that is called as TRL calls it: prompts and completions are texts, as TRL has them where the
-    prompts of the rows are texts. Else each is a list of one message."""
-    url: NonEmpty | None = None
+    prompt at once. It runs in a process of its own; None is no opinion."""
+    url: choices.NonEmpty | None = None
     """A server that judges answers (``http://localhost:9000/score``), many at once
     ([rl.md](rl.md#a-server-of-rewards)). ``timeout`` is that of a request with all its tries."""
-    model: NonEmpty | None = None
+    model: choices.NonEmpty | None = None
     """A reward model: a folder that ``objective: rm`` has left, or another model that gives one number, such as one of
     the Hub ([rl.md](rl.md#a-reward-model))."""
-    adapter: NonEmpty | None = None
+    adapter: choices.NonEmpty | None = None
     """Folder of a reward model's adapter, with its head. Without ``model`` its base is the run's own model under its
     adapter."""
-    revision: NonEmpty = "main"
+    revision: choices.NonEmpty = "main"
     """Of ``model``: branch, tag or commit on the Hub."""
     quantization: QuantizationConfig = QuantizationConfig()
     """Of ``model``, as ``model.quantization``."""
-    name: NonEmpty | None = None
+    name: choices.NonEmpty | None = None
     """How logs and reports call it. Default: the metric, the function's name, or ``reward_model``; no two rewards may
     have one name."""
-    weight: Signed = 1.0
+    weight: choices.Signed = 1.0
     """What it counts in an answer's reward, which is the sum."""
-    timeout: Positive = 10.0
+    timeout: choices.Positive = 10.0
     """Seconds that one call of the function may take; then its process is ended, and the answer has no such reward."""
-    max_memory: Count = 16_000_000_000
+    max_memory: choices.Count = 16_000_000_000
     """Bytes of memory that the function's process may reserve; importing torch alone reserves 5 billion."""
 
     @property
@@ -130,14 +112,14 @@ class CorrectionConfig(Section):
 
     shorthand = "how"
 
-    level: Annotated[CorrectionLevel, as_enum(CorrectionLevel)] = CorrectionLevel.TOKEN
+    level: Annotated[CorrectionLevel, choices.as_enum(CorrectionLevel)] = CorrectionLevel.TOKEN
     """``token``: each by its own ratio; ``answer``: all of an answer by the geometric mean of its tokens' ratios."""
-    how: Annotated[CorrectionKind, as_enum(CorrectionKind)] = CorrectionKind.NONE
+    how: Annotated[CorrectionKind, choices.as_enum(CorrectionKind)] = CorrectionKind.NONE
     """``none``: there are no weights; ``truncate``: one outside of the bounds is put at the bound; ``mask``: it is 0,
     and nothing is learned."""
-    low: NonNegative = 0.0
+    low: choices.NonNegative = 0.0
     """Smallest weight."""
-    high: Positive = 3.0
+    high: choices.Positive = 3.0
     """Largest weight."""
 
     @property
@@ -151,11 +133,11 @@ class CodeConfig(Section):
 
     shorthand = "code"
 
-    code: NonEmpty
+    code: choices.NonEmpty
     """``FILE.py:NAME``."""
-    timeout: Positive = 10.0
+    timeout: choices.Positive = 10.0
     """Seconds that one call may take; then its process is ended, and the model is told so."""
-    max_memory: Count = 16_000_000_000
+    max_memory: choices.Count = 16_000_000_000
     """Bytes of memory that the process may reserve."""
 
     @property
@@ -175,22 +157,22 @@ class EngineConfig(Section):
 
     shorthand = "url"
 
-    url: Annotated[list[NonEmpty], BeforeValidator(as_list)] = []
+    url: Annotated[list[choices.NonEmpty], BeforeValidator(choices.as_list)] = []
     """Servers that draw them: ``luthier serve … --accept-weights DIR``, vLLM, SGLang
     ([rl.md](rl.md#samplers-elsewhere)). Several share the answers."""
-    token_env: NonEmpty | None = None
+    token_env: choices.NonEmpty | None = None
     """Environment variable with the token that the servers want."""
-    ray: NonEmpty | None = None
+    ray: choices.NonEmpty | None = None
     """Ray cluster whose processes draw them, in place of servers: ``auto`` (the one of this node), ``local`` (processes
     of this machine), ``ray://host:10001`` ([rl.md](rl.md#on-a-ray-cluster))."""
-    actors: Size = 1
+    actors: choices.Size = 1
     """With ``ray``: how many processes draw, each with a model of its own."""
-    actor_gpus: NonNegative = 0.0
+    actor_gpus: choices.NonNegative = 0.0
     """With ``ray``: GPUs of each of them."""
-    weights: PathLike | None = None
+    weights: choices.PathLike | None = None
     """Folder that the run puts its weights into after each update, and that the servers read them from. Default:
     ``weights`` in ``output.dir``."""
-    timeout: Positive = 600.0
+    timeout: choices.Positive = 600.0
     """Seconds that one question to a server may take; it is asked up to four times."""
 
     @property
@@ -204,63 +186,63 @@ class RolloutConfig(Section):
     from all tokens, so that the probabilities that training compares are those they were drawn by: there is no top_p,
     top_k or penalty."""
 
-    prompts_per_step: Size = 16
+    prompts_per_step: choices.Size = 16
     """Prompts of a step, on all processes together."""
-    answers: Size = 8
+    answers: choices.Size = 8
     """Answers that are drawn to each prompt."""
-    updates: Size = 1
+    updates: choices.Size = 1
     """How many steps learn from answers that were drawn at once, by the same weights. 1: each step draws its own. 4:
     every fourth step draws the answers to 4 times ``prompts_per_step`` prompts, and each step learns from a fourth."""
-    passes: Size = 1
+    passes: choices.Size = 1
     """How many times each step learns from its answers, with an update of the weights each time. Ratios are measured
     against the weights that drew the answers (``num_iterations`` in GRPO, ``ppo_epochs`` in PPO)."""
-    temperature: Positive = 1.0
+    temperature: choices.Positive = 1.0
     """What logits are divided by, when answers are drawn and when they are learned from: it is part of the policy that
     is trained. Held-out rows are measured and answered without it; ``best_of_n`` and ``online_dpo`` learn without."""
-    max_new_tokens: Tokens = 256
+    max_new_tokens: choices.Tokens = 256
     """Longest answer, in tokens. One that is not finished by then is learned from like others, and counted."""
-    rewards: Annotated[list[RewardConfig], BeforeValidator(as_list)] = [RewardConfig(metric="exact")]
+    rewards: Annotated[list[RewardConfig], BeforeValidator(choices.as_list)] = [RewardConfig(metric="exact")]
     """What judges an answer: metrics, functions, servers and reward models. The reward is their sum, each times its
     weight."""
-    keep: Size = 1
+    keep: choices.Size = 1
     """``best_of_n``: how many answers to a prompt are learned from, those with the highest rewards."""
-    bar: Signed | None = None
+    bar: choices.Signed | None = None
     """``best_of_n``: the lowest reward of an answer that is learned from; a prompt none of whose answers has it teaches
     nothing. Default: none, so that the best of bad answers are learned too."""
-    own: Proportion = 1.0
+    own: choices.Proportion = 1.0
     """``distill`` with ``gkd``: share of the prompts that the model answers itself. To the others, which are chosen by
     lot in each step, the row's answer is learned from if it has one."""
-    tools: Annotated[list[CodeConfig], BeforeValidator(as_list)] = []
+    tools: Annotated[list[CodeConfig], BeforeValidator(choices.as_list)] = []
     """Functions that the model may call. They are offered with the JSON schema of their signatures; to rows that offer
     tools themselves, theirs are offered, and functions of the same names answer
     ([rl.md](rl.md#conversations-with-tools))."""
     environment: CodeConfig | None = None
     """A class that answers the model's messages and says how good a conversation was
     ([rl.md](rl.md#environments)): the reward ``environment``, which is the only one where ``rewards`` are left out."""
-    max_turns: Size = 8
+    max_turns: choices.Size = 8
     """With tools or an environment: how often the model may speak in one conversation."""
     engine: EngineConfig = EngineConfig()
     """What draws the answers, where it is not the model in this process."""
-    staleness: Natural = 0
+    staleness: choices.Natural = 0
     """With an ``engine`` elsewhere: how many updates the weights that draw may be behind those that learn. 0: drawing
     and learning take turns. 1: the answers of a step are drawn while the step before it is learned. Needs a
     ``correction``."""
-    batch_size: Size = 64
+    batch_size: choices.Size = 64
     """Answers that are drawn at once, on each process; with an ``engine`` elsewhere, by each server."""
-    dead_groups: Annotated[DeadGroups, as_enum(DeadGroups)] = DeadGroups.KEEP
+    dead_groups: Annotated[DeadGroups, choices.as_enum(DeadGroups)] = DeadGroups.KEEP
     """Answers to a prompt that all have the same reward teach nothing. ``keep``: they count in what the loss is divided
     by, as in GRPO; ``drop``: they do not, as in DAPO, whose further prompts for them are not drawn."""
-    min_finished: Proportion = 0.5
+    min_finished: choices.Proportion = 0.5
     """The run stops where fewer answers of its first step, on all processes, are finished: rewards of cut answers teach
     little."""
     correction: CorrectionConfig = CorrectionConfig()
     """For a sampler that is known to compute otherwise than training, such as one in 16 bits: a gap is told once, and
     does not stop the run."""
-    max_gap: Positive | None = None
+    max_gap: choices.Positive | None = None
     """Largest mean difference between an answer's log-probabilities in training and when it was drawn, in nats a token.
     Default: 4 times that of some answers which are scored by both before the first update; at least 1e-4 in float32 and
     0.02 in 16 bits or on a base in int8, whose layers round what they read, and at most 4 times that."""
-    on_gap: Annotated[GapAction, as_enum(GapAction)] = GapAction.STOP
+    on_gap: Annotated[GapAction, choices.as_enum(GapAction)] = GapAction.STOP
     """What happens above ``max_gap``, and where an answer cannot be what the model drew."""
 
     @model_validator(mode="after")

@@ -10,24 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from luthier import records
 from luthier.config.inputs import LongAudio
 from luthier.errors import RowError, TemplateError
 from luthier.media import MediaAccess, MediaKind, MediaProcessor, own_template, probe, split_long_sounds
-from luthier.records import (
-    Audio,
-    AudioHeader,
-    Media,
-    MediaHeader,
-    MediaItem,
-    MediaPiece,
-    Message,
-    Part,
-    Row,
-    Text,
-    TextPiece,
-    Video,
-    VideoHeader,
-)
 from luthier.rendering.blueprint import Expansion, Filled
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.messages import NO_SLOTS, PLURAL, MediaSlots, kind_of_media
@@ -65,7 +51,7 @@ class Measurer:
     def _slots(self) -> MediaSlots:
         return NO_SLOTS if self.processor is None else slots_of(self.processor)
 
-    def with_short_sounds(self, row: Row) -> Row:
+    def with_short_sounds(self, row: records.Row) -> records.Row:
         """The row with its long sounds split, if the run wants that."""
         if self.access.config.long_audio is not LongAudio.SPLIT:
             return row  # and the processor is not asked for
@@ -75,7 +61,7 @@ class Measurer:
         """The row with the expansions of its media. Raises `RowError` for media that cannot be used."""
         return self._measured(filled, {})
 
-    def _measured(self, filled: Filled, known: dict[Media, MediaHeader]) -> Filled:
+    def _measured(self, filled: Filled, known: dict[records.Media, records.MediaHeader]) -> Filled:
         comparison = filled.comparison
         if comparison is not None and comparison.rejected is not None:  # its media are those of the prompt, too
             filled = replace(
@@ -94,7 +80,7 @@ class Measurer:
                 known[item] = self._probed(item)
         return self._expanded(filled, media, [known[item] for item in media])
 
-    def change(self, items: Sequence[MediaItem]) -> bytes | None:
+    def change(self, items: Sequence[records.MediaItem]) -> bytes | None:
         """The versions that the items have now, if one of them has another than it had; None if all are as they were.
 
         What cannot be opened any more has no version: it is found out again, and named, when its row is encoded.
@@ -104,7 +90,7 @@ class Measurer:
             return None
         return repr(versions).encode()
 
-    def _version(self, media: Media, header: MediaHeader) -> str:
+    def _version(self, media: records.Media, header: records.MediaHeader) -> str:
         try:
             if isinstance(media.source, tuple):
                 return probe(media, self.access).version
@@ -113,7 +99,9 @@ class Measurer:
         except RowError:
             return ""
 
-    def _expanded(self, filled: Filled, media: Sequence[Media], headers: Sequence[MediaHeader]) -> Filled:
+    def _expanded(
+        self, filled: Filled, media: Sequence[records.Media], headers: Sequence[records.MediaHeader]
+    ) -> Filled:
         processor = self.processor
         assert processor is not None, "a model that takes no media has refused the row before"
         following = _following(filled) if processor.looks_behind else ()
@@ -134,18 +122,20 @@ class Measurer:
             Expansion(media=item, header=header, text=text, fold=_fold(processor, item))
             for item, header, text in zip(media, headers, texts, strict=True)
         )
-        split = sum(isinstance(item, Audio) and item.window is not None and item.window[0] == 0 for item in media)
+        split = sum(
+            isinstance(item, records.Audio) and item.window is not None and item.window[0] == 0 for item in media
+        )
         counts = {CUT_SOUND: self._cut_sounds(processor, headers), SPLIT_SOUND: split}
         notes = tuple((what, count) for what, count in counts.items() if count)
         return replace(filled, media=tuple(media), expansions=expansions, counted=(*filled.counted, *notes))
 
-    def _cut_sounds(self, processor: MediaProcessor, headers: Sequence[MediaHeader]) -> int:
+    def _cut_sounds(self, processor: MediaProcessor, headers: Sequence[records.MediaHeader]) -> int:
         """How many sounds the model's extractor cuts off; raises `RowError` where the run does not want that."""
         with_tracks = self.access.config.use_audio_in_video
         cut = 0
         for header in headers:
-            sound = header.audio if isinstance(header, VideoHeader) and with_tracks else header
-            if not isinstance(sound, AudioHeader) or (heard := processor.cut_sound(sound)) is None:
+            sound = header.audio if isinstance(header, records.VideoHeader) and with_tracks else header
+            if not isinstance(sound, records.AudioHeader) or (heard := processor.cut_sound(sound)) is None:
                 continue
             if self.access.config.long_audio is LongAudio.QUARANTINE:
                 what = f"audio of {sound.seconds:.1f} s, of which this model takes {heard:g} s"
@@ -153,18 +143,18 @@ class Measurer:
             cut += 1
         return cut
 
-    def _probed(self, media: Media) -> MediaHeader:
+    def _probed(self, media: records.Media) -> records.MediaHeader:
         try:
             return probe(media, self.access)
         except RowError as error:
             raise type(error)(error.reason, error.detail, field=error.field or PLURAL[kind_of_media(media)]) from error
 
-    def _filed(self, media: Media) -> Media:
+    def _filed(self, media: records.Media) -> records.Media:
         if self.blobs is None:
             return media
         if isinstance(media.source, bytes):
             return replace(media, source=self._blob(media.source), root=str(self.blobs))
-        if isinstance(media, Video) and isinstance(media.source, tuple):
+        if isinstance(media, records.Video) and isinstance(media.source, tuple):
             frames = tuple(self._blob(frame) if isinstance(frame, bytes) else frame for frame in media.source)
             if frames != media.source:
                 if any(isinstance(frame, str) for frame in media.source):
@@ -182,7 +172,7 @@ class Measurer:
         return str(path)
 
 
-def _check_slots(media: Sequence[Media], texts: Sequence[str], slots: MediaSlots) -> None:
+def _check_slots(media: Sequence[records.Media], texts: Sequence[str], slots: MediaSlots) -> None:
     """Raises `RowError` unless what rows have written for items is what this model's processor writes for them."""
     for item, text in zip(media, texts, strict=True):
         if item.slots is None:
@@ -229,7 +219,7 @@ def slots_of(processor: MediaProcessor) -> MediaSlots:
     return framed_slots(slots, own.source, own.special_tokens, own.control)
 
 
-def _fold(processor: MediaProcessor, media: Media) -> int:
+def _fold(processor: MediaProcessor, media: records.Media) -> int:
     rule = processor.family.rule(MediaKind(kind_of_media(media)))
     assert rule is not None, "a kind that the model does not take was refused before"
     return rule.fold
@@ -242,16 +232,18 @@ def _following(filled: Filled) -> list[str]:
     for path in sorted(paths, key=len):
         number = -1
         for piece in path:
-            if isinstance(piece, MediaPiece):
+            if isinstance(piece, records.MediaPiece):
                 number = piece.number
                 found[number] = ""
             elif number >= 0:
-                found[number] += piece.text if isinstance(piece, TextPiece) else piece.token
+                found[number] += piece.text if isinstance(piece, records.TextPiece) else piece.token
     return found
 
 
 def _numbers(filled: Filled) -> list[list[int]]:
-    return [[piece.number for piece in path if isinstance(piece, MediaPiece)] for path in filled.blueprint.paths]
+    return [
+        [piece.number for piece in path if isinstance(piece, records.MediaPiece)] for path in filled.blueprint.paths
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -304,11 +296,11 @@ def _frame(template: ChatTemplate, kind: str, token: str, control: Set[str]) -> 
     return own[spans[first][0] : spans[last][1]]
 
 
-_WORDS = Text(text="so")
+_WORDS = records.Text(text="so")
 
 
-def _printed(template: ChatTemplate, parts: tuple[Part, ...]) -> str:
-    return template.render([Message(role="user", parts=parts)])
+def _printed(template: ChatTemplate, parts: tuple[records.Part, ...]) -> str:
+    return template.render([records.Message(role="user", parts=parts)])
 
 
 def _inserted(longer: str, shorter: str) -> str:

@@ -20,24 +20,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from luthier.config.choices import TokenizerBackend
-from luthier.encoding.text_encoders import (
-    Backend,
-    BadTexts,
-    CheckedEncoder,
-    FastokensEncoder,
-    HuggingFaceEncoder,
-    probe_texts,
-    unflatten,
-)
-from luthier.encoding.tokenizer_files import (
-    TokenizerFiles,
-    find_files,
-    joined_merges,
-    opening_tokens,
-    text_only,
-    to_json,
-    with_added,
-)
+from luthier.encoding import text_encoders, tokenizer_files
 from luthier.errors import RowError, TokenizerError
 from luthier.media import decoder_of, opens_prompts
 from luthier.presets.named_templates import require_tokens, stop_tokens
@@ -64,7 +47,9 @@ def load_tokenizer(
     file is missing or damaged, `TemplateError` if the template is no valid Jinja. ``backend`` decides how fast text is
     encoded, never to which ids.
     """
-    files = find_files(str(name_or_path), chat_template=chat_template, revision=revision, cache_dir=cache_dir)
+    files = tokenizer_files.find_files(
+        str(name_or_path), chat_template=chat_template, revision=revision, cache_dir=cache_dir
+    )
     return Tokenizer(
         files,
         template_kwargs=template_kwargs,
@@ -87,7 +72,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        files: TokenizerFiles,
+        files: tokenizer_files.TokenizerFiles,
         *,
         template_kwargs: Mapping[str, object] | None = None,
         added: AddedTokens,
@@ -95,7 +80,7 @@ class Tokenizer:
         template_settings: TemplateSettings | None = None,
     ) -> None:
         self.files, self.added = files, added
-        self._spec = with_added(files.tokenizer, ordinary=added.ordinary, special=added.special)
+        self._spec = tokenizer_files.with_added(files.tokenizer, ordinary=added.ordinary, special=added.special)
         self.special_tokens = _special_tokens(files.config)
         self.template = (
             None
@@ -108,7 +93,7 @@ class Tokenizer:
             )
         )
         if self.template is not None and files.processor_class is not None:
-            opening = opening_tokens(self._spec)
+            opening = tokenizer_files.opening_tokens(self._spec)
             self.template = opened(self.template, opening, processor_class=files.processor_class)
         self._whole = _build(self._spec, files)
         self._ids = {entry["content"]: _id_of(self._whole, entry["content"]) for entry in self._spec["added_tokens"]}
@@ -122,13 +107,13 @@ class Tokenizer:
                 special_tokens=self.special_tokens,
                 origin=files.origin,
             )
-        text = text_only(self._spec, self.control.tokens)
+        text = tokenizer_files.text_only(self._spec, self.control.tokens)
         kept = {token: number for token, number in self._ids.items() if token not in self.control.tokens}
-        self._reference = HuggingFaceEncoder(_with_model_of(self._whole, text), kept, self.vocab_size)
-        self._text = CheckedEncoder(
+        self._reference = text_encoders.HuggingFaceEncoder(_with_model_of(self._whole, text), kept, self.vocab_size)
+        self._text = text_encoders.CheckedEncoder(
             self._reference,
-            lambda: FastokensEncoder(text, kept, self.vocab_size),
-            probes=lambda: probe_texts(sorted(self.control.tokens), sorted(kept)),
+            lambda: text_encoders.FastokensEncoder(text, kept, self.vocab_size),
+            probes=lambda: text_encoders.probe_texts(sorted(self.control.tokens), sorted(kept)),
             choice=backend,
             vocab_size=self.vocab_size,
             origin=files.origin,
@@ -161,7 +146,7 @@ class Tokenizer:
             stops=frozenset(self._stop_tokens() & tokens),
             lstrip=frozenset(entry["content"] for entry in entries if entry["lstrip"]) & tokens,
             rstrip=frozenset(entry["content"] for entry in entries if entry["rstrip"]) & tokens,
-            opening=opening_tokens(self._spec),
+            opening=tokenizer_files.opening_tokens(self._spec),
             closing=(self.special_tokens["eos_token"],) if "eos_token" in self.special_tokens else (),
         )
 
@@ -183,7 +168,7 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """Covers every byte that decides an id, the template included."""
-        parts = [to_json(self._spec), to_json(self.files.config)]
+        parts = [tokenizer_files.to_json(self._spec), tokenizer_files.to_json(self.files.config)]
         parts.append("" if self.template is None else self.template.fingerprint)
         parts.append(repr(sorted(self.control.stops)))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -193,7 +178,7 @@ class Tokenizer:
         return self._ids[token]
 
     @property
-    def backend(self) -> Backend:
+    def backend(self) -> text_encoders.Backend:
         """Which library encodes text at the moment, and why not the fast one."""
         return self._text.backend
 
@@ -210,14 +195,14 @@ class Tokenizer:
         forbidden = np.flatnonzero(self._forbidden[ids])
         if len(forbidden):
             bad = np.unique(np.searchsorted(bounds, forbidden, side="right") - 1).tolist()
-            raise BadTexts({index: _control_in(texts[index]) for index in bad})
+            raise text_encoders.BadTexts({index: _control_in(texts[index]) for index in bad})
         return ids, bounds
 
     def encode_runs(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Ids of runs of text, int32, one array a run. Raises the `RowError` of the first bad run."""
         try:
-            return unflatten(*self.encode_flat(texts))
-        except BadTexts as error:
+            return text_encoders.unflatten(*self.encode_flat(texts))
+        except text_encoders.BadTexts as error:
             raise error.first from error
 
     def encode_with_last(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -277,9 +262,9 @@ class Tokenizer:
         return int(number)
 
 
-def _build(spec: dict[str, object], files: TokenizerFiles) -> tokenizers.Tokenizer:
+def _build(spec: dict[str, object], files: tokenizer_files.TokenizerFiles) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(to_json(joined_merges(spec)))
+        return tokenizers.Tokenizer.from_str(tokenizer_files.to_json(tokenizer_files.joined_merges(spec)))
     except Exception as error:
         raise TokenizerError(
             f"{files.folder / 'tokenizer.json'}: not a tokenizer: {error}", hint="fetch the file again"
@@ -289,7 +274,7 @@ def _build(spec: dict[str, object], files: TokenizerFiles) -> tokenizers.Tokeniz
 def _with_model_of(whole: tokenizers.Tokenizer, text: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """The tokenizer of another spec with the same model, which is shared: reading it takes most of the time."""
     around: dict[str, object] = {**text, "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
-    made = tokenizers.Tokenizer.from_str(to_json(around))
+    made = tokenizers.Tokenizer.from_str(tokenizer_files.to_json(around))
     made.model = whole.model
     # in as few calls as their order allows: each call builds its search for all of them anew, and Gemma has 6,400
     for is_special, entries in groupby(text["added_tokens"], key=lambda entry: bool(entry["special"])):

@@ -33,25 +33,13 @@ from luthier.config.inputs import MediaCache
 from luthier.config.schema import Packing, RunConfig, SourceConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import SourceError, StoreError, UserError
-from luthier.loader.feed_files import (
-    ALIVE,
-    BEAT_SECONDS,
-    FACTS,
-    FAILED,
-    Failure,
-    FeedFacts,
-    FeedJob,
-    FeedPlace,
-    portion_file,
-    publish,
-)
+from luthier.loader import feed_files
 from luthier.loader.settings import mixture_of, units_of
 from luthier.packing import EpochOrder, RowOrder
 from luthier.packing.order import hold_out_part
-from luthier.preparation.portions import ResolvedPortion
 from luthier.preparation.prepare import QUARANTINE_FILE
 from luthier.preparation.prepared import Quarantine, empty_side, num_held_out
-from luthier.preparation.resolver import resolve_portions
+from luthier.preparation.resolver import ResolvedPortion, resolve_portions
 from luthier.sources import RowIndex, Source, open_sources, resolve_sources
 from luthier.sources.files import find_files
 from luthier.store.manifest import FEEDS, SPOOL
@@ -73,18 +61,18 @@ class FeedReader:
         self.folder = folder
         self._alive = alive
         self._sign: tuple[bytes | None, float] | None = None  # the last one, and when it was seen first
-        self._facts: FeedFacts | None = None
+        self._facts: feed_files.FeedFacts | None = None
 
-    def facts(self) -> FeedFacts:
+    def facts(self) -> feed_files.FeedFacts:
         """Waits for them. Raises what stopped the feed."""
         if self._facts is None:
-            self._facts = msgspec.json.decode(self._wait_for(FACTS), type=FeedFacts)
+            self._facts = msgspec.json.decode(self._wait_for(feed_files.FACTS), type=feed_files.FeedFacts)
         return self._facts
 
     def portions(self, kind: str, count: int | None = None) -> Iterator[ResolvedPortion]:
         """The portions of ``eval`` or ``train``, each when it is there. Raises what stopped the feed."""
         numbers = itertools.count() if count is None else range(count)
-        return (ResolvedPortion.from_bytes(self._wait_for(portion_file(kind, number))) for number in numbers)
+        return (ResolvedPortion.from_bytes(self._wait_for(feed_files.portion_file(kind, number))) for number in numbers)
 
     def _wait_for(self, name: str) -> bytes:
         path, wait = self.folder / name, SHORTEST_WAIT
@@ -93,9 +81,9 @@ class FeedReader:
             is_alive = self._gives_signs() if self._alive is None else self._alive()
             if path.exists():
                 return path.read_bytes()
-            failed = self.folder / FAILED
+            failed = self.folder / feed_files.FAILED
             if failed.exists():
-                raise msgspec.json.decode(failed.read_bytes(), type=Failure).error()
+                raise msgspec.json.decode(failed.read_bytes(), type=feed_files.Failure).error()
             if self._alive is not None and not self.folder.is_dir():  # who started the feed has made its folder
                 raise store_gone(self.folder)
             if not is_alive and self._alive is None:
@@ -110,7 +98,7 @@ class FeedReader:
 
     def _gives_signs(self) -> bool:
         try:
-            sign = (self.folder / ALIVE).read_bytes()
+            sign = (self.folder / feed_files.ALIVE).read_bytes()
         except OSError:
             sign = None
         now = time.monotonic()
@@ -131,7 +119,7 @@ class FeedReader:
 class Feed:
     """A feed of this process. Use it in a ``with`` block, or `close` it."""
 
-    def __init__(self, job: FeedJob, process: SpawnProcess, lifeline: Connection) -> None:
+    def __init__(self, job: feed_files.FeedJob, process: SpawnProcess, lifeline: Connection) -> None:
         """Use `Feed.start`."""
         self.job = job
         self.reader = FeedReader(job.folder, alive=process.is_alive)
@@ -139,7 +127,7 @@ class Feed:
         self._lifeline = lifeline
 
     @classmethod
-    def start(cls, job: FeedJob) -> Self:
+    def start(cls, job: feed_files.FeedJob) -> Self:
         """Start the process. It ends when this one does."""
         shutil.rmtree(job.folder, ignore_errors=True)
         job.folder.mkdir(parents=True)
@@ -215,7 +203,7 @@ PORTIONS_IN_HASTE, NICENESS = 3, 10
 MOST_PORTIONS = 500  # of a run: each is a shard of the store
 
 
-def run_feed(job: FeedJob, lifeline: Connection) -> None:
+def run_feed(job: feed_files.FeedJob, lifeline: Connection) -> None:
     """The process's life. What stops it is written down for the readers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     feeding = _Feeding(job)
@@ -226,11 +214,11 @@ def run_feed(job: FeedJob, lifeline: Connection) -> None:
         if not isinstance(error, UserError):
             traceback.print_exc()
         with suppress(StoreError):  # without the folder, which the readers then tell
-            publish(job.folder / FAILED, msgspec.json.encode(Failure.of(error)))
+            feed_files.publish(job.folder / feed_files.FAILED, msgspec.json.encode(feed_files.Failure.of(error)))
 
 
 class _Feeding:
-    def __init__(self, job: FeedJob) -> None:
+    def __init__(self, job: feed_files.FeedJob) -> None:
         self.config = config = job.config
         self.folder, self.after = job.folder, job.after
         self.num_handed, self.num_files = Counter[str](), Counter[str]()  # portions of each kind, and their files
@@ -243,7 +231,7 @@ class _Feeding:
         beats = itertools.count()
         with suppress(EOFError, OSError):
             self._beat(next(beats))
-            while not lifeline.poll(BEAT_SECONDS):
+            while not lifeline.poll(feed_files.BEAT_SECONDS):
                 self._beat(next(beats))
             lifeline.recv_bytes()
         self.stop.set()
@@ -253,7 +241,7 @@ class _Feeding:
 
     def _beat(self, number: int) -> None:
         with suppress(StoreError):  # what cannot be written will be told of a portion
-            publish(self.folder / ALIVE, str(number).encode())
+            feed_files.publish(self.folder / feed_files.ALIVE, str(number).encode())
 
     def run(self) -> None:
         config = self.config
@@ -316,7 +304,7 @@ class _Feeding:
         evaluation: Sequence[Source],
     ) -> None:
         identity = hashlib.sha256("\0".join(index.identity for index in indexes).encode()).hexdigest()
-        facts = FeedFacts(
+        facts = feed_files.FeedFacts(
             num_rows=[len(index) for index in indexes],
             names=[source.name for source in sources],
             weights=[source.config.weight for source in sources],
@@ -328,7 +316,7 @@ class _Feeding:
             identity=identity,
             encoder=self.encoder.fingerprint,
         )
-        publish(self.folder / FACTS, msgspec.json.encode(facts))
+        feed_files.publish(self.folder / feed_files.FACTS, msgspec.json.encode(facts))
 
     def _resolve(
         self, kind: str, sources: Sequence[Source], indexes: Sequence[RowIndex], portions: Iterator[Ints]
@@ -364,16 +352,16 @@ class _Feeding:
     def _hand_over(self, kind: str, portion: ResolvedPortion) -> None:
         for row in portion.lost:
             self.quarantine.add(row.error, split=kind, raw=row.raw)
-        publish(self.folder / portion_file(kind, self.num_handed[kind]), portion.to_bytes())
+        feed_files.publish(self.folder / feed_files.portion_file(kind, self.num_handed[kind]), portion.to_bytes())
         self.num_handed[kind] += 1
 
 
-def needed_portions(order: RowOrder, after: FeedPlace | None = None) -> Iterator[Ints]:
+def needed_portions(order: RowOrder, after: feed_files.FeedPlace | None = None) -> Iterator[Ints]:
     """All rows to train on, each once, in the order in which a run needs them that begins, or goes on ``after`` a
     place. A few at first, then more. What is remembered is a byte a row."""
     largest, size = max(PORTION, order.num_rows // MOST_PORTIONS), FIRST_PORTION
     gathered, number = [], 0
-    for rows in _once_each(order, after or FeedPlace(epoch=0, position=0)):
+    for rows in _once_each(order, after or feed_files.FeedPlace(epoch=0, position=0)):
         gathered.append(rows)
         number += len(rows)
         while number >= size:
@@ -385,7 +373,7 @@ def needed_portions(order: RowOrder, after: FeedPlace | None = None) -> Iterator
         yield np.concatenate(gathered)
 
 
-def _once_each(order: RowOrder, after: FeedPlace) -> Iterator[Ints]:
+def _once_each(order: RowOrder, after: feed_files.FeedPlace) -> Iterator[Ints]:
     seen = np.zeros(order.num_rows, dtype=np.bool_)
     seen[order.held_out] = True
     here, following = order.epoch(after.epoch), order.epoch(after.epoch + 1) if after.position else None

@@ -29,8 +29,8 @@ from luthier.packing import (
     draw_partners,
 )
 from luthier.packing.planner import first_segments, spread
-from luthier.preparation.portions import ResolvedPortion
 from luthier.preparation.prepared import PreparedSet, SourceInfo
+from luthier.preparation.resolver import ResolvedPortion
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, Segment
 from luthier.store.store import SampleStore

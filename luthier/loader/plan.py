@@ -18,29 +18,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier import packing
+from luthier.loader import stream_state
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.places import PlannedMicroBatch
-from luthier.loader.stream_state import (
-    LoaderState,
-    PlannedStep,
-    RowTrail,
-    StepWindow,
-    StreamHistory,
-    count_taken,
-    has_constant_steps,
-    no_steps,
-    rows_seen_before,
-    waiting_in,
-)
-from luthier.packing import (
-    EpochPlan,
-    EpochPlanner,
-    Planned,
-    PlanSettings,
-    RowOrder,
-    is_at_once,
-    plan_epoch,
-)
 from luthier.packing.planned import join, part_of_plan, sums
 
 Ints = NDArray[np.int64]
@@ -64,12 +45,12 @@ class StreamPlan:
     def __init__(
         self,
         rows: RowTable,
-        settings: PlanSettings,
-        order: RowOrder,
+        settings: packing.PlanSettings,
+        order: packing.RowOrder,
         *,
         num_epochs: float = math.inf,
         max_steps: int | None = None,
-        state: LoaderState | None = None,
+        state: stream_state.LoaderState | None = None,
     ) -> None:
         """``state``: where a run was that goes on here; steps before are forgotten. Raises as `RowOrder.epoch`."""
         self.rows, self.settings, self.order = rows, settings, order
@@ -77,23 +58,29 @@ class StreamPlan:
         self._planning, self._steps_lock = threading.RLock(), threading.RLock()
         self._num_epochs = math.inf if max_steps is not None else num_epochs
         self._max_steps = max_steps
-        self._windows: deque[StepWindow] = deque()
-        self._whole: OrderedDict[int, EpochPlan] = OrderedDict()
+        self._windows: deque[stream_state.StepWindow] = deque()
+        self._whole: OrderedDict[int, packing.EpochPlan] = OrderedDict()
         self._last: int | None = None  # how many steps there are, once that is known
         self._pace: tuple[float, bool] | None = None  # steps of an epoch, and whether they were counted
         self._counted: tuple[float, ...] = ()  # epochs that are planned at once, and all of their steps
         self._looked: tuple[int, bool, bool] | None = None
         if state is not None and state.waiting:
             waiting = state.waiting
-            self._begin(StreamHistory.from_json(waiting, state.trail))
+            self._begin(stream_state.StreamHistory.from_json(waiting, state.trail))
             self._pace = float(waiting["pace"]), bool(waiting["is_counted"])
             self._has_trees = bool(waiting["has_trees"])
             self._counted = tuple(waiting["counted"])
         else:
             none = np.zeros((len(rows.weights), 4), dtype=np.int64)
             self._begin(
-                StreamHistory(
-                    epoch=0, steps=0, rows_used=0, taken=none, of_first_epoch=(0,) * 5, trail=RowTrail(), place=None
+                stream_state.StreamHistory(
+                    epoch=0,
+                    steps=0,
+                    rows_used=0,
+                    taken=none,
+                    of_first_epoch=(0,) * 5,
+                    trail=stream_state.RowTrail(),
+                    place=None,
                 )
             )
         self._rows_per_epoch = len(self._planner.order)
@@ -128,13 +115,13 @@ class StreamPlan:
         """All steps of the run where that is known by now, else `horizon`, and never fewer than are planned."""
         return max(self.horizon, self.num_planned) if self._last is None else self._last
 
-    def step(self, number: int) -> PlannedStep | None:
+    def step(self, number: int) -> stream_state.PlannedStep | None:
         """A step, counted from 0; None behind the last. Steps long before the newest that was asked for are gone."""
         window = self._window(number)
         if window is None:
             return None
         place = number - window.before.steps
-        return PlannedStep(
+        return stream_state.PlannedStep(
             micro_batches=window.packs(place),
             epoch=window.before.epoch,
             ends_epoch=self.ends_epoch(number + 1),
@@ -213,7 +200,7 @@ class StreamPlan:
         done, counts = window.counted
         if place < done:
             done, counts = 0, window.before.taken
-        counts = counts + count_taken(self.rows, self.settings, window, done, place)
+        counts = counts + stream_state.count_taken(self.rows, self.settings, window, done, place)
         window.counted = (place, counts)
         return counts
 
@@ -222,7 +209,7 @@ class StreamPlan:
         window = self._window(steps_done - 1) if steps_done else None
         if window is None:
             return np.zeros(0, dtype=np.int64)
-        seen = rows_seen_before(self.rows, self.order, window)
+        seen = stream_state.rows_seen_before(self.rows, self.order, window)
         members = window.planned.segment_ids[window.members(0, steps_done - window.before.steps)]
         seen[self.rows.rows_of(members)] = True
         found, counts = self.rows.segments_of(np.flatnonzero(seen))
@@ -248,21 +235,21 @@ class StreamPlan:
         names = ("segments", "tokens", "targets", "micro_batches", "packs")
         return dict(zip(names, self._now.of_first_epoch, strict=True))
 
-    def epoch(self, number: int) -> EpochPlan:
+    def epoch(self, number: int) -> packing.EpochPlan:
         """The whole plan of one epoch, kept while it is in use. Waits for all of its rows."""
         if number not in self._whole:
-            self._whole[number] = self._planned_at_once(number) or plan_epoch(
+            self._whole[number] = self._planned_at_once(number) or packing.plan_epoch(
                 self.rows, self.settings, epoch=number, order=self.order.epoch(number)
             )
             while len(self._whole) > _PLANS_KEPT:
                 self._whole.popitem(last=False)
         return self._whole[number]
 
-    def _planned_at_once(self, epoch: int) -> EpochPlan | None:
+    def _planned_at_once(self, epoch: int) -> packing.EpochPlan | None:
         for window in self._windows:
             if window.before.epoch == epoch and window.is_whole_epoch:
                 planned = replace(window.planned, step_ends=window.bounds[1:-1])
-                return EpochPlan.of_planned(planned, self.rows.whole().lengths, self.settings, epoch=epoch)
+                return packing.EpochPlan.of_planned(planned, self.rows.whole().lengths, self.settings, epoch=epoch)
         return None
 
     def count_steps(self) -> int:
@@ -278,12 +265,12 @@ class StreamPlan:
             again._plan_window()
         return again._last
 
-    def state_after(self, steps_done: int) -> tuple[int, int, dict[str, object], RowTrail]:
+    def state_after(self, steps_done: int) -> tuple[int, int, dict[str, object], stream_state.RowTrail]:
         """The place after so many steps: the epoch that goes on, how many rows of its order were taken when the step
         was decided, where a run that goes on begins to plan, and the trail of all rows so far."""
         window = self._window(steps_done - 1) if steps_done else None
         if window is None:
-            return 0, 0, {}, RowTrail()
+            return 0, 0, {}, stream_state.RowTrail()
         assert self._pace is not None
         waiting = {
             **window.restart.to_json(self._trail_before(window.restart)),
@@ -294,7 +281,7 @@ class StreamPlan:
         }
         return int(self.epoch_after(steps_done)), window.position, waiting, self._trail_to(window, steps_done)
 
-    def _window(self, number: int) -> StepWindow | None:
+    def _window(self, number: int) -> stream_state.StepWindow | None:
         """The window that completes a step; None behind the last."""
         if self._looked is None:
             self._look()
@@ -313,18 +300,18 @@ class StreamPlan:
                 self._windows.popleft()
         return found
 
-    def _there(self, number: int) -> StepWindow:
+    def _there(self, number: int) -> stream_state.StepWindow:
         window = self._window(number)
         assert window is not None, f"step {number} of {self.num_planned}"
         return window
 
-    def _begin(self, before: StreamHistory) -> None:
+    def _begin(self, before: stream_state.StreamHistory) -> None:
         """Plan an epoch from a place in it."""
         self._now = self._restart = before
         order = self.order.epoch(before.epoch)
-        self._planner = EpochPlanner(self.rows, self.settings, order, epoch=before.epoch, place=before.place)
-        self._open: Planned | None = None  # micro-batches, of occurrences, that are in no complete step
-        self._waiting = waiting_in(self._planner, None)
+        self._planner = packing.EpochPlanner(self.rows, self.settings, order, epoch=before.epoch, place=before.place)
+        self._open: packing.Planned | None = None  # micro-batches, of occurrences, that are in no complete step
+        self._waiting = stream_state.waiting_in(self._planner, None)
 
     def _plan_window(self) -> None:
         """Plan until some steps are complete, or the epoch is over."""
@@ -346,7 +333,7 @@ class StreamPlan:
         if planner.is_over:
             self._end_epoch()
 
-    def _note(self, planned: Planned, planner: EpochPlanner) -> None:
+    def _note(self, planned: packing.Planned, planner: packing.EpochPlanner) -> None:
         """Add the steps of some micro-batches, which end at ``planned.step_ends``."""
         before, waiting, after = self._now, self._waiting, planner.place()
         bounds = np.append(np.int64(0), planned.step_ends)
@@ -359,7 +346,7 @@ class StreamPlan:
         upto = before.rows_used + np.cumsum(sums(used, of_step))
         if planner.is_over and len(upto):
             upto[-1] += planner.lost_at_end
-        window = StepWindow(
+        window = stream_state.StepWindow(
             before=before,
             restart=self._restart,
             planned=segments,
@@ -373,18 +360,18 @@ class StreamPlan:
             is_whole_epoch=planner.is_over and before.place is None and before is self._restart,
             counted=(0, before.taken),
         )
-        self._waiting = waiting_in(planner, self._open)
+        self._waiting = stream_state.waiting_in(planner, self._open)
         if not len(window):
             self._note_end(planner)
             return
         taken, summary = (
-            before.taken + count_taken(self.rows, self.settings, window, 0, len(window)),
+            before.taken + stream_state.count_taken(self.rows, self.settings, window, 0, len(window)),
             before.of_first_epoch,
         )
         if before.epoch == 0:
             here = [*(taken - before.taken).sum(axis=0)[1:].tolist(), len(planned), len(planned.pack_bounds) - 1]
             summary = tuple(map(sum, zip(summary, here, strict=True)))
-        self._now = StreamHistory(
+        self._now = stream_state.StreamHistory(
             epoch=before.epoch,
             steps=before.steps + len(window),
             rows_used=int(upto[-1]),
@@ -400,7 +387,7 @@ class StreamPlan:
             self._windows.append(window)
         self._look_for_end(window)
 
-    def _note_end(self, planner: EpochPlanner) -> None:
+    def _note_end(self, planner: packing.EpochPlanner) -> None:
         """The last window of the epoch completed no step: what was the last so far is the epoch's last."""
         if planner.is_over and self._windows and self._windows[-1].before.epoch == self._now.epoch:
             newest = self._windows[-1]
@@ -408,11 +395,11 @@ class StreamPlan:
             newest.upto[-1] += planner.lost_at_end
             self._now.rows_used = int(newest.upto[-1])
 
-    def _look_for_end(self, window: StepWindow) -> None:
+    def _look_for_end(self, window: stream_state.StepWindow) -> None:
         """Whether the run ends with one of these steps: a part of an epoch is over when so many rows are used up."""
         if self._last is not None or self._num_epochs % 1 == 0 or math.isinf(self._num_epochs):
             return
-        if self._max_steps is None and not is_at_once(self.settings, self._rows_per_epoch):
+        if self._max_steps is None and not packing.is_at_once(self.settings, self._rows_per_epoch):
             place = int(np.searchsorted(window.upto, self._rows_per_epoch * self._num_epochs))
             if place < len(window) - 1 or (place < len(window) and not window.ends_epoch):
                 self._last = window.before.steps + place + 1
@@ -425,7 +412,7 @@ class StreamPlan:
             self._last = self._now.steps if self._last is None else self._last
             return
         if not self._now.steps:
-            raise no_steps(len(self.rows))
+            raise stream_state.no_steps(len(self.rows))
         self._begin(replace(self._now, epoch=number, place=None))
 
     def _look(self) -> tuple[int, bool, bool]:
@@ -447,7 +434,7 @@ class StreamPlan:
         while first.taken == len(first.order) and not first.is_over:  # the first block is all there is
             self._plan_window()
         if not self._windows:
-            raise no_steps(len(self.rows))
+            raise stream_state.no_steps(len(self.rows))
         windows = [window for window in self._windows if window.before.epoch == 0]
         steps = sum(map(len, windows))
         if first.is_over:
@@ -461,7 +448,7 @@ class StreamPlan:
             return self._max_steps, True
         if math.isinf(self._num_epochs):
             return max(1, round(steps_of_epoch)), False
-        if is_at_once(self.settings, self._rows_per_epoch):
+        if packing.is_at_once(self.settings, self._rows_per_epoch):
             if self._counted[:1] != (self._num_epochs,):
                 self._counted = self._num_epochs, self._steps_of_whole_epochs(int(steps_of_epoch))
             return int(self._counted[1]), True
@@ -471,7 +458,7 @@ class StreamPlan:
         """The steps of the run, of whose last epoch a part counts as its share of steps, rounded up."""
         last = math.ceil(self._num_epochs) - 1
         share = min(1.0, self._num_epochs - last)
-        if has_constant_steps(self.settings, self.order.mixture):
+        if stream_state.has_constant_steps(self.settings, self.order.mixture):
             return last * of_first + math.ceil(share * of_first)
         counted = min(last + 1, self._epochs_countable())
         steps = [self.epoch(epoch).num_steps for epoch in range(counted)]
@@ -482,14 +469,14 @@ class StreamPlan:
     def _epochs_countable(self) -> int:
         return min(MOST_EPOCHS_COUNTED, max(1, MOST_SEGMENTS_COUNTED // max(1, len(self.rows))))
 
-    def _trail_before(self, before: StreamHistory) -> RowTrail:
+    def _trail_before(self, before: stream_state.StreamHistory) -> stream_state.RowTrail:
         with self._steps_lock:
             if before.trail is None:
                 assert before.after is not None
                 before.trail, before.after = self._trail_to(before.after, before.steps), None
             return before.trail
 
-    def _trail_to(self, window: StepWindow, steps: int) -> RowTrail:
+    def _trail_to(self, window: stream_state.StepWindow, steps: int) -> stream_state.RowTrail:
         first, trail = window.before.steps, window.trail
         if trail is None or trail.num_steps > steps:
             trail = self._trail_before(window.before)

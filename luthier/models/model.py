@@ -29,14 +29,8 @@ from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import ModelConfig, Precision, RunConfig
 from luthier.errors import ModelError
 from luthier.media.families.family import Attention
+from luthier.models import batch_invariance
 from luthier.models.attention import SEGMENTS, register_attention
-from luthier.models.batch_invariance import (
-    hear_own_frames,
-    join_shared_slots,
-    merge_frames_by_chunk,
-    name_decoder_inputs,
-    see_own_pictures,
-)
 from luthier.models.overrides import check_computes, check_tokens, overridden
 from luthier.models.quantized import (
     ask_for_whole,
@@ -127,11 +121,11 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
 def _mend(model: PreTrainedModel) -> None:
     """What models of some families need before they compute a batch as its rows alone; then training mode."""
     if any(family.attention is Attention.CROSS for family in families_of(model.config)):
-        see_own_pictures(model)
-    hear_own_frames(model)
-    join_shared_slots(model)
-    merge_frames_by_chunk(model)
-    name_decoder_inputs(model)
+        batch_invariance.see_own_pictures(model)
+    batch_invariance.hear_own_frames(model)
+    batch_invariance.join_shared_slots(model)
+    batch_invariance.merge_frames_by_chunk(model)
+    batch_invariance.name_decoder_inputs(model)
     settle(model)
     model.train()
 

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from luthier import __version__
-from luthier.check.plan.contamination import contamination
+from luthier.check.plan.stats import contamination
 from luthier.config.choices import RowKind
 from luthier.config.schema import SourceConfig
 from luthier.encoding.interface import as_prompt

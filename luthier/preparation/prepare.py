@@ -17,9 +17,8 @@ from luthier.config.machine import usable_cores
 from luthier.config.schema import RunConfig
 from luthier.errors import BudgetError, UserError, install_hint
 from luthier.ledger import Ledger
-from luthier.preparation.portions import Ints, ResolvedPortion, read_in_order
 from luthier.preparation.prepared import Numbering, Prepared, PreparedSet, Quarantine, SourceInfo, hold_out
-from luthier.preparation.resolver import Progress, Resolver
+from luthier.preparation.resolver import Ints, Progress, ResolvedPortion, Resolver, read_in_order
 from luthier.preparation.sharing import UnitResolver, place_units, resolve_units
 from luthier.preparation.work_units import WorkUnits, decode_result
 from luthier.preparation.workers import RowEncoder

@@ -19,20 +19,8 @@ import numpy as np
 
 from luthier.errors import StoreError
 from luthier.locks import holder_of, only_user
-from luthier.preparation.portions import ReadPortion, ResolvedPortion, some_at_a_time
-from luthier.preparation.resolver import Resolver
-from luthier.preparation.work_units import (
-    UNIT_BYTES,
-    CutUnit,
-    LineUnit,
-    Placing,
-    RememberedUnits,
-    UnitBytes,
-    UnitResult,
-    WorkUnits,
-    decode_result,
-    encode_result,
-)
+from luthier.preparation import work_units
+from luthier.preparation.resolver import ReadPortion, ResolvedPortion, Resolver, some_at_a_time
 from luthier.store.disk import Disk, join_users, reported
 from luthier.store.manifest import USERS, WORK
 from luthier.writing import counted
@@ -153,7 +141,7 @@ class SharedWork:
 
 
 def resolve_units(
-    units: WorkUnits, resolver: Resolver, *, workers: int | Literal["auto"]
+    units: work_units.WorkUnits, resolver: Resolver, *, workers: int | Literal["auto"]
 ) -> Generator[ResolvedPortion, None, None]:
     """All rows of all units in their order, whichever process resolved them. Close the generator to leave the work.
 
@@ -165,12 +153,12 @@ def resolve_units(
         yield from place_units(units, work.in_order(part.resolve), resolver)
 
 
-def place_units(units: WorkUnits, results: Iterable[bytes], resolver: Resolver) -> Iterator[ResolvedPortion]:
+def place_units(units: work_units.WorkUnits, results: Iterable[bytes], resolver: Resolver) -> Iterator[ResolvedPortion]:
     """The rows of all units, of which the encoded ``results`` come in their order. Raises `StoreError`."""
     store = resolver.store
-    placing = Placing()
+    placing = work_units.Placing()
     for unit, encoded in zip(units.units, results, strict=True):
-        result = decode_result(encoded)
+        result = work_units.decode_result(encoded)
         sample_ids = result.sample_ids(store)
         if sample_ids is None:  # another process has added them since
             store = store.refresh()
@@ -180,23 +168,23 @@ def place_units(units: WorkUnits, results: Iterable[bytes], resolver: Resolver) 
                 f"{resolver.folder}: samples that were written are not there",
                 hint="all who prepare need one folder that all see (data.store), and nothing may delete from it",
             )
-        yield placing.place(unit if isinstance(unit, LineUnit) else None, unit.source, result, sample_ids)
+        yield placing.place(unit if isinstance(unit, work_units.LineUnit) else None, unit.source, result, sample_ids)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class UnitResolver:
     """Resolves units one after the other; ``on_done(number, encoded result)`` is called for each."""
 
-    units: WorkUnits
+    units: work_units.WorkUnits
     resolver: Resolver
     workers: int | Literal["auto"]
     on_done: Callable[[int, bytes], object]
-    _remembered: RememberedUnits = field(init=False)
+    _remembered: work_units.RememberedUnits = field(init=False)
     _under_way: deque[_UnderWay] = field(default_factory=deque)
     _files: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._remembered = RememberedUnits(self.resolver.folder)
+        self._remembered = work_units.RememberedUnits(self.resolver.folder)
 
     def resolve(self, numbers: Iterable[int]) -> None:
         """Resolve these units; the next one is asked for when there is room for it."""
@@ -211,10 +199,10 @@ class UnitResolver:
     def _portions(self, numbers: Iterable[int]) -> Iterator[ReadPortion]:
         for number in numbers:
             self.resolver.share = number / len(self.units.units)
-            self.resolver.bytes_left = (len(self.units.units) - number) * UNIT_BYTES
+            self.resolver.bytes_left = (len(self.units.units) - number) * work_units.UNIT_BYTES
             read = self.units.read(number)
             digest = None
-            if isinstance(read, UnitBytes):
+            if isinstance(read, work_units.UnitBytes):
                 digest = read.digest
                 known = self._remembered.find(digest, self.resolver.store)
                 if known is not None:
@@ -232,8 +220,8 @@ class UnitResolver:
                 )
             under_way.is_read = True
 
-    def _pass_over(self, number: int, read: UnitBytes, known: bytes) -> None:
-        result = decode_result(known)
+    def _pass_over(self, number: int, read: work_units.UnitBytes, known: bytes) -> None:
+        result = work_units.decode_result(known)
         num_lost = len(result.lost)
         self.units.pass_over(read, result.num_lines)
         self.resolver.count(encoded=0, reused=len(result) - num_lost, lost=num_lost, source=read.unit.source)
@@ -242,7 +230,7 @@ class UnitResolver:
     def _finish(self) -> None:
         while self._under_way and self._under_way[0].is_done:
             done = self._under_way.popleft()
-            encoded = encode_result(UnitResult.of(done.unit, done.portions, self._files))
+            encoded = work_units.encode_result(work_units.UnitResult.of(done.unit, done.portions, self._files))
             if done.digest is not None and not self._has_media(done):
                 self._remembered.keep(done.digest, encoded)
             self.on_done(done.number, encoded)
@@ -261,7 +249,7 @@ class _UnderWay:
     """A unit that is being resolved."""
 
     number: int
-    unit: CutUnit
+    unit: work_units.CutUnit
     digest: str | None
     num_portions: int = 0
     is_read: bool = False

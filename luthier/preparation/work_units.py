@@ -22,21 +22,12 @@ from numpy.typing import NDArray
 
 from luthier.errors import PlainRowError, RowError, StoreError, plain_error, row_error
 from luthier.ledger import Ledger
-from luthier.preparation.portions import Ints, LostRow, ResolvedPortion
-from luthier.preparation.resolver import conversion_of
+from luthier.preparation.resolver import Ints, LostRow, ResolvedPortion, conversion_of
 from luthier.records import Address
-from luthier.sources import RowBytes, Source
+from luthier.sources import RowBytes, Source, text_files
 from luthier.sources.files import DataFile
 from luthier.sources.origins import LocalFiles
 from luthier.sources.row_index import RowIndex
-from luthier.sources.text_files import (
-    MAX_LINE_BYTES,
-    check_first_row,
-    has_row_a_line,
-    line_row,
-    line_too_long,
-    open_text_file,
-)
 from luthier.store.disk import Disk
 from luthier.store.manifest import UNITS
 from luthier.store.shard import KEY_BYTES
@@ -169,7 +160,7 @@ class WorkUnits:
 
     def _read_bytes(self, unit: LineUnit) -> UnitBytes:
         unit.file.check_unchanged()
-        with open_text_file(unit.file) as stream:
+        with text_files.open_text_file(unit.file) as stream:
             is_first = unit.start <= stream.tell()  # which is behind a byte order mark
             if not is_first:
                 stream.seek(unit.start - 1)
@@ -178,7 +169,7 @@ class WorkUnits:
             parts = [self._fill(stream, max(0, unit.stop - start))]
             more = 0
             if len(parts[0]) and parts[0][-1] != NEWLINE:
-                parts.append(memoryview(stream.readline(MAX_LINE_BYTES + 1)))
+                parts.append(memoryview(stream.readline(text_files.MAX_LINE_BYTES + 1)))
                 more = 0 if len(parts[1]) and parts[1][-1] == NEWLINE else _skip_line(stream)
             stop = stream.tell()
         unit.file.check_unchanged()
@@ -205,7 +196,7 @@ class WorkUnits:
         at, lines = self._line_counts.get(file.path, (0, 0))
         if at > offset:
             at, lines = 0, 0
-        with open_text_file(file) as stream:
+        with text_files.open_text_file(file) as stream:
             stream.seek(at)
             while at < offset:
                 bite = stream.read(min(SKIP_BYTES, offset - at))
@@ -220,7 +211,7 @@ def _files_of_lines(source: Source) -> Sequence[DataFile] | None:
     if (config.max_rows, config.first_rows) != (None, None) or not isinstance(source.origin, LocalFiles):
         return None
     files = source.origin.files
-    return files if all(not file.compression and has_row_a_line(file) for file in files) else None
+    return files if all(not file.compression and text_files.has_row_a_line(file) for file in files) else None
 
 
 def _digest(about: bytes, parts: Sequence[memoryview]) -> str:
@@ -237,14 +228,14 @@ def _rows_of_lines(
     """``more``: bytes of the last line that are not in ``raw``. ``is_first``: no row of the file comes before these."""
     for number, line in enumerate(io.BytesIO(raw), start=first_line + 1):
         row: RowBytes | RowError | None
-        if len(line) > MAX_LINE_BYTES:
-            row = line_too_long(file, len(line) + (0 if line.endswith(b"\n") else more), number)
+        if len(line) > text_files.MAX_LINE_BYTES:
+            row = text_files.line_too_long(file, len(line) + (0 if line.endswith(b"\n") else more), number)
         else:
-            row = line_row(file, line, number)
+            row = text_files.line_row(file, line, number)
         if row is None:
             continue
         if is_first:
-            check_first_row(file, row)
+            text_files.check_first_row(file, row)
             is_first = False
         yield row
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from luthier.errors import RowError
 from luthier.records import ControlPiece, MediaPiece, Message, Piece, Text, TextPiece, Thinking, ToolCall
+from luthier.rendering import trained_turns
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.messages import is_media, place_media
 from luthier.rendering.openings import Stretched, common_length, spliced
@@ -19,16 +20,6 @@ from luthier.rendering.recordings import RowHistory
 from luthier.rendering.template import Recording
 from luthier.rendering.text_references import is_reference
 from luthier.rendering.trace import Guard, Owner, owner_runs
-from luthier.rendering.trained_turns import (
-    CompletionSpan,
-    Context,
-    Printed,
-    context_of,
-    open_span,
-    seam_is_safe,
-    span_of,
-    token_after,
-)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,9 +33,9 @@ class Path:
     recording: Recording
     num_messages: int
     kwargs: Mapping[str, Any]
-    printed: tuple[Printed, ...]
+    printed: tuple[trained_turns.Printed, ...]
     media: Mapping[int, int] = field(default_factory=dict)
-    spans: list[CompletionSpan] = field(default_factory=list)
+    spans: list[trained_turns.CompletionSpan] = field(default_factory=list)
     end: int | None = None
     stop: str | None = None
 
@@ -54,7 +45,7 @@ class Path:
         return (self.recording, *(printed.recording for printed in self.printed))
 
 
-def learned_spans(paths: Iterable[Path]) -> list[tuple[Path, CompletionSpan]]:
+def learned_spans(paths: Iterable[Path]) -> list[tuple[Path, trained_turns.CompletionSpan]]:
     """What is learned, each with the path that trains it."""
     return [(path, span) for path in paths for span in path.spans if not span.is_history]
 
@@ -113,10 +104,10 @@ def paths_of(
     trunk = path_of(history, whole_row(history), num_messages)
     unfinished = num_messages - 1 if history.row.continue_final_message else None
     branches: list[Path] = []
-    contexts: dict[int, Context] = {}
+    contexts: dict[int, trained_turns.Context] = {}
     passed = 0  # branches that part from the trunk too late to hold what the trunk does not
     for index in reversed(turns):  # a later turn's path often holds the context of an earlier one
-        context = contexts[index] = context_of(history.template, history, index, control)
+        context = contexts[index] = trained_turns.context_of(history.template, history, index, control)
         while passed < len(branches) and _is_trunk(branches[passed], trunk, context):
             passed += 1
         home = _home(context, (trunk, *branches[passed:]), control, history)
@@ -127,9 +118,9 @@ def paths_of(
             contexts[index] = replace(context, recording=trunk.recording)
         if index not in home.recording.stretches:
             require_every_part(home.recording, _nothing(index), history)
-        span = span_of(home.recording, control, index, context.seam)
+        span = trained_turns.span_of(home.recording, control, index, context.seam)
         if index == unfinished:
-            span = open_span(home.recording, index, context.seam, whole=False)
+            span = trained_turns.open_span(home.recording, index, context.seam, whole=False)
         if span is None:
             ended, stop = ended_by_next_turn(history, control, context, index)
             if ended is None and stop is None and needs_stop:
@@ -140,8 +131,8 @@ def paths_of(
                 home = path_of(history, ended or context, index + 1)
                 branches.append(home)
             home.stop = stop or home.stop
-            span = None if ended is None else span_of(home.recording, control, index, context.seam)
-            span = span or open_span(home.recording, index, context.seam, whole=stop is not None)
+            span = None if ended is None else trained_turns.span_of(home.recording, control, index, context.seam)
+            span = span or trained_turns.open_span(home.recording, index, context.seam, whole=stop is not None)
             if needs_stop and span.stop == span.end and stop is None:
                 raise no_stop(control, index)
         if needs_stop:
@@ -152,7 +143,7 @@ def paths_of(
         home.spans.insert(0, span)
         require_every_part(home.recording, span, history)
     if unfinished is not None:
-        trunk.end = open_span(trunk.recording, unfinished, 0, whole=False).end
+        trunk.end = trained_turns.open_span(trunk.recording, unfinished, 0, whole=False).end
     marks = [(index, _mark(trunk, index, contexts[index], control, history)) for index in sorted(contexts)]
     for path in (trunk, *branches):
         kept = len(marks) if path is trunk else _num_alike(path, trunk.recording, marks)
@@ -160,15 +151,15 @@ def paths_of(
     return trunk, branches[::-1]
 
 
-def _nothing(index: int) -> CompletionSpan:
-    return CompletionSpan(message=index, seam=0, stop=0, end=0)
+def _nothing(index: int) -> trained_turns.CompletionSpan:
+    return trained_turns.CompletionSpan(message=index, seam=0, stop=0, end=0)
 
 
-def whole_row(history: RowHistory) -> Context:
+def whole_row(history: RowHistory) -> trained_turns.Context:
     """The whole conversation as rendered, as a context of nothing."""
     recording, num_messages = history.recording(len(history.row.messages)), len(history.row.messages)
-    printed = (Printed(recording=recording, num_messages=num_messages),)
-    return Context(recording=recording, seam=0, kwargs={}, printed=printed)
+    printed = (trained_turns.Printed(recording=recording, num_messages=num_messages),)
+    return trained_turns.Context(recording=recording, seam=0, kwargs={}, printed=printed)
 
 
 def prompt_path(history: RowHistory) -> Path:
@@ -176,12 +167,12 @@ def prompt_path(history: RowHistory) -> Path:
     as they are; nothing of it is learned, so no seam cuts its text."""
     num_messages = len(history.row.messages)
     recording = history.recording(num_messages, generation_prompt=True)
-    printed = (Printed(recording=recording, num_messages=num_messages, generation_prompt=True),)
-    context = Context(recording=recording, seam=len(recording.sketch), kwargs={}, printed=printed)
+    printed = (trained_turns.Printed(recording=recording, num_messages=num_messages, generation_prompt=True),)
+    context = trained_turns.Context(recording=recording, seam=len(recording.sketch), kwargs={}, printed=printed)
     return path_of(history, context, num_messages)
 
 
-def path_of(history: RowHistory, context: Context, num_messages: int) -> Path:
+def path_of(history: RowHistory, context: trained_turns.Context, num_messages: int) -> Path:
     """The path of a context, without spans."""
     media: dict[int, int] = {}
     if history.has_media:
@@ -198,7 +189,7 @@ def path_of(history: RowHistory, context: Context, num_messages: int) -> Path:
 def can_be_asked(history: RowHistory, index: int, control: ControlTokens) -> bool:
     """Whether some prompt of the template leads to message ``index``: some know none before the first question."""
     try:
-        context_of(history.template, history, index, control)
+        trained_turns.context_of(history.template, history, index, control)
     except RowError as error:
         if error.reason not in ("template", "prompt_not_reproduced"):
             raise
@@ -206,7 +197,7 @@ def can_be_asked(history: RowHistory, index: int, control: ControlTokens) -> boo
     return True
 
 
-def _num_alike(path: Path, trunk: Recording, marks: Sequence[tuple[int, CompletionSpan | None]]) -> int:
+def _num_alike(path: Path, trunk: Recording, marks: Sequence[tuple[int, trained_turns.CompletionSpan | None]]) -> int:
     """How many of the trunk's marks a path has too: all but the last in what they share, for a mark may depend on what
     follows it."""
     recording, num_messages = path.recording, path.num_messages
@@ -219,8 +210,8 @@ def _num_alike(path: Path, trunk: Recording, marks: Sequence[tuple[int, Completi
 
 
 def _mark(
-    path: Path, index: int, context: Context, control: ControlTokens, history: RowHistory
-) -> CompletionSpan | None:
+    path: Path, index: int, context: trained_turns.Context, control: ControlTokens, history: RowHistory
+) -> trained_turns.CompletionSpan | None:
     """The completion of a message in a path, as what the model said before; None where the path is not cut there."""
     if path.end is not None and path.end < context.seam:
         return None
@@ -228,18 +219,18 @@ def _mark(
     shared = min(recording.shared, prompt.shared) if recording.base is prompt.base is not None else 0
     if not recording.sketch.startswith(prompt.sketch[shared : context.seam], shared):
         return None
-    if not seam_is_safe(recording, control, context.seam, history):
+    if not trained_turns.seam_is_safe(recording, control, context.seam, history):
         return None
-    span = span_of(recording, control, index, context.seam)
+    span = trained_turns.span_of(recording, control, index, context.seam)
     return None if span is None else replace(span, is_history=True)
 
 
 def _mark_history(
     path: Path,
-    contexts: Mapping[int, Context],
+    contexts: Mapping[int, trained_turns.Context],
     control: ControlTokens,
     history: RowHistory,
-    marks: Sequence[tuple[int, CompletionSpan | None]],
+    marks: Sequence[tuple[int, trained_turns.CompletionSpan | None]],
     kept: int,
 ) -> None:
     """Cut a path where the model took over in turns that other paths train, so that all share what comes before.
@@ -257,13 +248,15 @@ def _mark_history(
     path.spans.sort(key=attrgetter("seam"))
 
 
-def _is_trunk(path: Path, trunk: Path, context: Context) -> bool:
+def _is_trunk(path: Path, trunk: Path, context: trained_turns.Context) -> bool:
     """Whether a path is no other than the trunk as far as a context goes."""
     bases = {id(path.recording.base), id(context.recording.base)}
     return bases == {id(trunk.recording)} and path.recording.shared >= len(context.recording.sketch)
 
 
-def _home(context: Context, paths: Sequence[Path], control: ControlTokens, history: RowHistory) -> Path | None:
+def _home(
+    context: trained_turns.Context, paths: Sequence[Path], control: ControlTokens, history: RowHistory
+) -> Path | None:
     sketch = context.recording.sketch
     tail = sketch[-200:]  # most paths differ from it there, which is quick to see
     for path in paths:
@@ -271,15 +264,15 @@ def _home(context: Context, paths: Sequence[Path], control: ControlTokens, histo
         if path.end is not None and path.end < len(sketch):
             continue
         if own.endswith(tail, 0, len(sketch)) and own.startswith(sketch):
-            if not path.spans or seam_is_safe(path.recording, control, context.seam, history):
+            if not path.spans or trained_turns.seam_is_safe(path.recording, control, context.seam, history):
                 return path
             return None
     return None
 
 
 def ended_by_next_turn(
-    history: RowHistory, control: ControlTokens, context: Context, index: int
-) -> tuple[Context | None, str | None]:
+    history: RowHistory, control: ControlTokens, context: trained_turns.Context, index: int
+) -> tuple[trained_turns.Context | None, str | None]:
     """How this turn ends where another one follows: with a stop of its own, or, as in GLM, with the next header.
 
     Gives the context with the turn ended as the template ends it in a history, or the token that follows the turn.
@@ -288,10 +281,10 @@ def ended_by_next_turn(
     if stretch is None:
         return None, None
     for recording in _followed(history, context, index):
-        token = token_after(recording, control, index)
+        token = trained_turns.token_after(recording, control, index)
         if token is not None and not recording.stretches[index].is_owned:
             return None, token
-        span = span_of(recording, control, index, 0)
+        span = trained_turns.span_of(recording, control, index, 0)
         if span is None:
             continue
         content_end = recording.stretches[index].content_end
@@ -306,7 +299,7 @@ def ended_by_next_turn(
     return None, None
 
 
-def _followed(history: RowHistory, context: Context, index: int) -> Iterator[Recording]:
+def _followed(history: RowHistory, context: trained_turns.Context, index: int) -> Iterator[Recording]:
     """The turn as rendered where a result, a question or a prompt follows."""
     calls = any(isinstance(part, ToolCall) for part in history.row.messages[index].parts)
     for role in ("tool", "user") if calls else ("user",):
@@ -321,8 +314,8 @@ def _followed(history: RowHistory, context: Context, index: int) -> Iterator[Rec
 
 
 def ended_where_inference_ends(
-    recording: Recording, control: ControlTokens, span: CompletionSpan, history: RowHistory
-) -> CompletionSpan:
+    recording: Recording, control: ControlTokens, span: trained_turns.CompletionSpan, history: RowHistory
+) -> trained_turns.CompletionSpan:
     """The span up to the first stop token of the template in it, where generation ends.
 
     Raises `RowError` if anything of the row stands behind that token: the model could never say it.
@@ -355,7 +348,9 @@ def no_stop(control: ControlTokens, index: int) -> RowError:
     )
 
 
-def require_stop(history: RowHistory, recording: Recording, control: ControlTokens, span: CompletionSpan) -> None:
+def require_stop(
+    history: RowHistory, recording: Recording, control: ControlTokens, span: trained_turns.CompletionSpan
+) -> None:
     """Raise `RowError` if a turn ends with a special token on which inference goes on, under a template that ends other
     turns with one on which it stops.
 
@@ -375,7 +370,7 @@ def require_stop(history: RowHistory, recording: Recording, control: ControlToke
 
 
 def require_every_part(
-    recording: Recording, span: CompletionSpan, history: RowHistory, *, but: Collection[int] = frozenset()
+    recording: Recording, span: trained_turns.CompletionSpan, history: RowHistory, *, but: Collection[int] = frozenset()
 ) -> None:
     """A template that prints nothing for a tool call or a thought would have the model learn an empty answer.
 
@@ -421,13 +416,13 @@ def require_every_part(
 
 
 # What a character counts in the loss: (its owner, the span it lies in or None, whether it is in the stop token).
-Weigh = Callable[[Owner, CompletionSpan | None, bool], float]
+Weigh = Callable[[Owner, trained_turns.CompletionSpan | None, bool], float]
 
 
 def cut_pieces(
     recording: Recording,
     control: ControlTokens,
-    spans: Sequence[CompletionSpan],
+    spans: Sequence[trained_turns.CompletionSpan],
     weigh: Weigh,
     *,
     media: Mapping[int, int] = MappingProxyType({}),
@@ -463,7 +458,7 @@ def cut_pieces(
 
 
 def _texts(
-    recording: Recording, start: int, end: int, spans: Sequence[CompletionSpan], weigh: Weigh
+    recording: Recording, start: int, end: int, spans: Sequence[trained_turns.CompletionSpan], weigh: Weigh
 ) -> Iterator[TextPiece]:
     edges = {start, end}
     edges.update(start + stop for _, stop in owner_runs(recording.owners[start:end]))
@@ -482,11 +477,11 @@ def _texts(
         )
 
 
-def _weight(weigh: Weigh, owner: Owner, span: CompletionSpan | None, position: int) -> float:
+def _weight(weigh: Weigh, owner: Owner, span: trained_turns.CompletionSpan | None, position: int) -> float:
     learned = None if span is None or span.is_history else span
     return weigh(owner, learned, learned is not None and position >= learned.stop)
 
 
-def _span_at(spans: Sequence[CompletionSpan], position: int) -> CompletionSpan | None:
+def _span_at(spans: Sequence[trained_turns.CompletionSpan], position: int) -> trained_turns.CompletionSpan | None:
     number = bisect_right(spans, position, key=attrgetter("seam")) - 1
     return spans[number] if number >= 0 and position < spans[number].end else None

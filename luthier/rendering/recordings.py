@@ -8,21 +8,11 @@ from itertools import accumulate
 from typing import Any
 
 from luthier.records import Conversation, Message, Text, Thinking
+from luthier.rendering import text_references
 from luthier.rendering.messages import media_of, message_strings
 from luthier.rendering.prefixes import LONG, Prefixes
 from luthier.rendering.substitution import Given
 from luthier.rendering.template import ChatTemplate, Recording
-from luthier.rendering.text_references import (
-    Alphabet,
-    Fixed,
-    MessageShape,
-    Operation,
-    Slot,
-    TextReference,
-    message_shape,
-    references_in,
-    tools_shape,
-)
 from luthier.rendering.trace import Guard, Trace, Written
 
 MOST_RECORDINGS = 20_000  # kept at a time; then all are forgotten and begun anew
@@ -38,7 +28,7 @@ class RowHistory:
 
     template: ChatTemplate
     row: Conversation
-    shapes: tuple[MessageShape, ...]
+    shapes: tuple[text_references.MessageShape, ...]
     strings: list[str]
     recordings: Recordings
     guards: dict[Guard, None] = field(default_factory=dict)
@@ -106,7 +96,7 @@ class RowHistory:
         if self.prefixes is not None:
             self.prefixes.count_whole(num_messages)
         messages = (*self.row.messages[:num_messages], following)
-        key = (self.shapes[:num_messages], message_shape(following), *message_strings(following))
+        key = (self.shapes[:num_messages], text_references.message_shape(following), *message_strings(following))
         return self._take(key, messages, generation_prompt=False, kwargs=kwargs, num_own=num_messages)
 
     def follows_result(self, index: int) -> bool:
@@ -120,9 +110,9 @@ class RowHistory:
     def keeps(self, char: str) -> bool:
         """Whether a character of a sketch stands for some text in every row whose string is not blank."""
         match self.recordings.alphabet.reference(char):
-            case Slot(_, operations):
+            case text_references.Slot(_, operations):
                 return all(name in KEEPING for name, *_ in operations)
-            case Fixed(text):
+            case text_references.Fixed(text):
                 return bool(text)
             case _:
                 return True
@@ -134,7 +124,7 @@ class RowHistory:
         """
         for position in range(start, end):
             reference = self.recordings.alphabet.reference(recording.sketch[position])
-            if not isinstance(reference, Slot):
+            if not isinstance(reference, text_references.Slot):
                 continue
             in_call = recording.owner(position).field == "tool_calls"
             if not all(_keeps_words(operation, in_call) for operation in reference.operations):
@@ -145,7 +135,7 @@ class RowHistory:
         """The character that stands for the whole text of one part of a message."""
         within = self.row.messages[message]
         within = replace(within, parts=within.parts[:part], name=None, tool_call_id=None)
-        return self.recordings.alphabet.char(Slot(self.offsets[message] + len(message_strings(within))))
+        return self.recordings.alphabet.char(text_references.Slot(self.offsets[message] + len(message_strings(within))))
 
     def thoughts(self, message: int) -> list[int]:
         """Which parts of a message are thoughts."""
@@ -159,10 +149,12 @@ class RowHistory:
         """Note an answer that depends on the row's strings."""
         self.guards[guard] = None
 
-    def references(self, *sketches: str) -> dict[str, TextReference]:
+    def references(self, *sketches: str) -> dict[str, text_references.TextReference]:
         """The references in some sketches and in all guards so far, by their characters."""
         asked = (sketch for guard in self.guards for sketch in guard.sketches)
-        found = {char: self.recordings.alphabet.reference(char) for char in references_in(*sketches, *asked)}
+        found = {
+            char: self.recordings.alphabet.reference(char) for char in text_references.references_in(*sketches, *asked)
+        }
         return {char: reference for char, reference in found.items() if reference is not None}
 
     def _take(
@@ -174,7 +166,9 @@ class RowHistory:
         kwargs: Mapping[str, object],
         num_own: int | None = None,
     ) -> Recording:
-        variants = self.recordings.variants((key, tools_shape(self.row.tools), tuple(sorted(kwargs.items()))))
+        variants = self.recordings.variants(
+            (key, text_references.tools_shape(self.row.tools), tuple(sorted(kwargs.items())))
+        )
         recording = next((known for known in variants if self._fits(known)), None)
         if recording is None:
             recording = self.template.record(
@@ -209,7 +203,7 @@ class RowHistory:
 class Recordings:
     """The recordings of one template, by what they were made of."""
 
-    alphabet: Alphabet = field(default_factory=Alphabet.empty)
+    alphabet: text_references.Alphabet = field(default_factory=text_references.Alphabet.empty)
     known: dict[Hashable, list[Recording]] = field(default_factory=dict)
 
     def variants(self, key: Hashable) -> list[Recording]:
@@ -232,7 +226,7 @@ def unshared(recordings: Iterable[Recording]) -> Iterator[str]:
     yield from (base.sketch for base in bases.values())
 
 
-def _keeps_words(operation: Operation, in_call: bool) -> bool:
+def _keeps_words(operation: text_references.Operation, in_call: bool) -> bool:
     name, *arguments = operation
     if name in ("strip", "lstrip", "rstrip"):
         return arguments[0] is None or not arguments[0].strip()

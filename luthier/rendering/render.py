@@ -12,23 +12,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
+from luthier import records
 from luthier.config.choices import RowKind
 from luthier.config.schema import HistoryRendering, TrainOn
 from luthier.errors import RowDropped, RowError, TemplateError
 from luthier.presets.named_templates import missing_tokens, named_template, named_templates, stop_tokens
-from luthier.records import (
-    BLANK_ANSWER,
-    Conversation,
-    Document,
-    Feedback,
-    Media,
-    Message,
-    Preference,
-    Rendered,
-    Row,
-    Text,
-    Thinking,
-)
+from luthier.rendering import other_rows
 from luthier.rendering.answers import require_answer, tags_in
 from luthier.rendering.blueprint import CONTROL_STRING, UNASKED, Blueprint, Filled, build_blueprint
 from luthier.rendering.control import ControlTokens
@@ -45,21 +34,6 @@ from luthier.rendering.messages import (
     without_empty_thinking,
 )
 from luthier.rendering.openings import closing_of_thought, ending_of
-from luthier.rendering.other_rows import (
-    ComparedRow,
-    as_question,
-    compare,
-    continuations,
-    document_path,
-    document_shape,
-    for_rewards,
-    nothing_learned,
-    one_path,
-    only_last,
-    refuse,
-    unlearned,
-    with_continuation,
-)
 from luthier.rendering.paths import Path, Weigh, can_be_asked, cut_paths, learned_spans, paths_of, prompt_path
 from luthier.rendering.prefixes import Joint, Judge, NotLocal
 from luthier.rendering.recordings import Recordings, RowHistory, unshared
@@ -69,7 +43,7 @@ from luthier.rendering.template import ChatTemplate
 from luthier.rendering.text_references import AlphabetFull, MessageShape, Slot, exchanged, message_shape, tools_shape
 from luthier.writing import counted
 
-__all__ = ["CONTROL_STRING", "UNASKED", "Filled", "Renderer", "refuse"]
+__all__ = ["CONTROL_STRING", "UNASKED", "Filled", "Renderer"]
 
 # The note of a row with a thought in tags that the template does not know though the tokenizer has them.
 THOUGHT_IN_LETTERS = "thought tags learned as letters (template.control makes them tokens)"
@@ -108,7 +82,7 @@ class Renderer:
         self._offered: dict[Hashable, str | None] = {}
         self._others: dict[str, Renderer] = {}  # those of named templates that were tried
 
-    def render(self, row: Row) -> Rendered:
+    def render(self, row: records.Row) -> records.Rendered:
         """The paths of a row. Raises `RowError` if the row cannot be trained on as inference would see it."""
         filled = self.fill(row)
         rendered = replace(filled.blueprint.rendered(filled.values, filled.address), media=filled.media)
@@ -117,25 +91,25 @@ class Renderer:
         rejected = filled.comparison.rejected
         return replace(rendered, paths=rendered.paths + rejected.blueprint.rendered(rejected.values, row.address).paths)
 
-    def fill(self, row: Row) -> Filled:
+    def fill(self, row: records.Row) -> Filled:
         """The same, as a blueprint with values. Raises `RowError`; `TemplateError` if a replay turns out wrong."""
         match row, self.policy.kind:
-            case Conversation(), kind if not kind.is_compared or row.add_generation_prompt:
+            case records.Conversation(), kind if not kind.is_compared or row.add_generation_prompt:
                 template = self._need_template(media_of(row.messages))
                 if kind is not RowKind.QUESTION:
                     return self._conversation(self._prepared(row, template), template)
-                filled = self._conversation(self._prepared(as_question(row), template), template)
-                return replace(filled, for_rewards=for_rewards(row))
-            case Document(), RowKind.ANSWER | RowKind.QUESTION:
+                filled = self._conversation(self._prepared(other_rows.as_question(row), template), template)
+                return replace(filled, for_rewards=other_rows.for_rewards(row))
+            case records.Document(), RowKind.ANSWER | RowKind.QUESTION:
                 return self._document(row)
-            case (Preference() as compared, RowKind.PAIR) | (Feedback() as compared, RowKind.VERDICT):
+            case (records.Preference() as compared, RowKind.PAIR) | (records.Feedback() as compared, RowKind.VERDICT):
                 return self._compared(compared)
             case _:
-                refuse(row, self.policy.kind)
+                other_rows.refuse(row, self.policy.kind)
 
-    def _document(self, document: Document) -> Filled:
+    def _document(self, document: records.Document) -> Filled:
         document = apply_rules(document, self.policy.rules)
-        shape = document_shape(document)
+        shape = other_rows.document_shape(document)
         media = media_of_parts(document.parts)
         if not any(shape.weights):
             raise RowDropped("no_target", "nothing of this text is trained")
@@ -145,12 +119,12 @@ class Renderer:
             alphabet = self._recordings.alphabet
             references = {alphabet.char(Slot(number)): Slot(number) for number in range(len(shape.weights))}
             control = self.control.with_places(slots.tokens_of(media))
-            path = document_path(shape, control=control, chars=tuple(references), slots=slots)
+            path = other_rows.document_path(shape, control=control, chars=tuple(references), slots=slots)
             variants.append(_CachedBlueprint(blueprint=build_blueprint([path], [], references, control)))
-        texts = [part.text for part in document.parts if isinstance(part, Text)]
+        texts = [part.text for part in document.parts if isinstance(part, records.Text)]
         return self._filled(variants[0].blueprint, texts, row=document, media=media)
 
-    def _need_template(self, media: Sequence[Media]) -> ChatTemplate:
+    def _need_template(self, media: Sequence[records.Media]) -> ChatTemplate:
         slots = self._media.for_media(media)
         if self.template is None:
             raise RowError("no_template", "a conversation needs a chat template; set template.chat_template")
@@ -158,21 +132,23 @@ class Renderer:
             self.template = self.template.with_slots(slots)
         return self.template
 
-    def _compared(self, row: ComparedRow) -> Filled:
-        sides_media = media_of([*row.prompt, *(m for side in continuations(row).values() for m in side)])
+    def _compared(self, row: other_rows.ComparedRow) -> Filled:
+        sides_media = media_of([*row.prompt, *(m for side in other_rows.continuations(row).values() for m in side)])
         template = self._need_template(sides_media)
         sides: dict[str, Filled] = {}
-        prompt: tuple[Message, ...] = ()
-        for side, messages in continuations(row).items():
+        prompt: tuple[records.Message, ...] = ()
+        for side, messages in other_rows.continuations(row).items():
             try:
-                ready = only_last(self._prepared(with_continuation(row, messages), template), len(messages))
+                ready = other_rows.only_last(
+                    self._prepared(other_rows.with_continuation(row, messages), template), len(messages)
+                )
                 sides[side] = self._conversation(ready, template)
             except RowError as error:
                 raise type(error)(error.reason, error.detail, field=side) from error
             prompt = ready.messages[: len(ready.messages) - len(messages)]
-        return compare(row, prompt, sides)
+        return other_rows.compare(row, prompt, sides)
 
-    def _conversation(self, row: Conversation, template: ChatTemplate) -> Filled:
+    def _conversation(self, row: records.Conversation, template: ChatTemplate) -> Filled:
         shapes = tuple(map(message_shape, row.messages))
         strings = [string for message in row.messages for string in message_strings(message)]
         media = media_of(row.messages)
@@ -208,8 +184,8 @@ class Renderer:
         blueprint: Blueprint,
         strings: Sequence[str],
         *,
-        row: Conversation | Document,
-        media: tuple[Media, ...] = (),
+        row: records.Conversation | records.Document,
+        media: tuple[records.Media, ...] = (),
         values: list[str] | None = None,
     ) -> Filled:
         found = self.control.count(strings)
@@ -229,8 +205,8 @@ class Renderer:
             allowed=frozenset(allowed),
             media=media,
             address=row.address,
-            counted=row.notes if isinstance(row, Conversation) else (),
-            is_prompt=isinstance(row, Conversation) and row.add_generation_prompt,
+            counted=row.notes if isinstance(row, records.Conversation) else (),
+            is_prompt=isinstance(row, records.Conversation) and row.add_generation_prompt,
         )
 
     def _known(self, key: Hashable) -> list[_CachedBlueprint]:
@@ -238,11 +214,11 @@ class Renderer:
             self._recordings, self._blueprints = Recordings(), {}
         return self._blueprints.setdefault(key, [])
 
-    def _prepared(self, row: Conversation, template: ChatTemplate) -> Conversation:
+    def _prepared(self, row: records.Conversation, template: ChatTemplate) -> records.Conversation:
         """The row with the run's system message and rules, and thinking as the template takes it."""
         default = self.policy.default_system
         if default is not None and not (row.messages and row.messages[0].role == "system"):
-            system = Message(role="system", parts=(Text(text=default),), train=False)
+            system = records.Message(role="system", parts=(records.Text(text=default),), train=False)
             row = replace(row, messages=(system, *row.messages))
         row = apply_rules(row, self.policy.rules)
         if any(map(has_written_thinking, row.messages)) and not self._knows_thinking(template):
@@ -250,15 +226,17 @@ class Renderer:
             if self._has_letters_for_tags(row):
                 notes = (*notes, (THOUGHT_IN_LETTERS, 1))
             row = replace(row, messages=tuple(map(with_thinking_in_text, row.messages)), notes=notes)
-        elif any(isinstance(part, Thinking) and not part.text for message in row.messages for part in message.parts):
+        elif any(
+            isinstance(part, records.Thinking) and not part.text for message in row.messages for part in message.parts
+        ):
             row = replace(row, messages=tuple(map(without_empty_thinking, row.messages)))
         if row.add_generation_prompt:  # all of it is context, whatever the row or a rule says
-            row = replace(row, messages=tuple(map(unlearned, row.messages)), train_on=TrainOn.NONE.value)
+            row = replace(row, messages=tuple(map(other_rows.unlearned, row.messages)), train_on=TrainOn.NONE.value)
         return row
 
-    def _has_letters_for_tags(self, row: Conversation) -> bool:
+    def _has_letters_for_tags(self, row: records.Conversation) -> bool:
         """Whether a thought that is text has tags that are tokens elsewhere."""
-        parts = (part for message in row.messages for part in message.parts if isinstance(part, Thinking))
+        parts = (part for message in row.messages for part in message.parts if isinstance(part, records.Thinking))
         tags = [(part.written or "").replace(part.text, "\0", 1) for part in parts]
         meant = self.control.tokens if row.rendered else self.policy.allowed
         return bool(self.control.count(tags).keys() - meant)
@@ -269,7 +247,9 @@ class Renderer:
             return True
         if self._opens_thought is None:
             try:
-                prompt = template.render([Message(role="user", parts=(Text(text="so"),))], generation_prompt=True)
+                prompt = template.render(
+                    [records.Message(role="user", parts=(records.Text(text="so"),))], generation_prompt=True
+                )
             except RowError:
                 prompt = ""
             self._opens_thought = ending_of(prompt, self._known_tags(template)).is_open
@@ -279,15 +259,15 @@ class Renderer:
         return "\0".join((template.literals, *sorted(self.control.tokens)))
 
     def _build(
-        self, row: Conversation, template: ChatTemplate, shapes: tuple[MessageShape, ...], strings: list[str]
+        self, row: records.Conversation, template: ChatTemplate, shapes: tuple[MessageShape, ...], strings: list[str]
     ) -> _CachedBlueprint:
         train_on = TrainOn(row.train_on) if row.train_on is not None else self.policy.train_on
         turns = trained_turns(row, train_on)
         weights = Weights(row.messages, self.policy, train_on=train_on, weight=row.weight)
         if not turns and not weights.supplied and not row.add_generation_prompt:
-            if any(what == BLANK_ANSWER for what, _ in row.notes):
+            if any(what == records.BLANK_ANSWER for what, _ in row.notes):
                 raise RowError("blank_answer", "the answer is blank, and nothing else of this row is trained")
-            raise RowDropped("no_target", nothing_learned(row, train_on))
+            raise RowDropped("no_target", other_rows.nothing_learned(row, train_on))
         _refuse_too_many(row, max(1, len(turns)), self.policy.history)
         try:
             return self._made(RowHistory(template, row, shapes, strings, self._recordings), turns, weights)
@@ -307,7 +287,7 @@ class Renderer:
             if row.add_generation_prompt:
                 trunk = prompt_path(history)
             elif self.policy.history is HistoryRendering.ONE_RENDERING:
-                trunk, differing = one_path(history, control, turns, needs_stop=self.policy.train_stop)
+                trunk, differing = other_rows.one_path(history, control, turns, needs_stop=self.policy.train_stop)
             else:
                 trunk, branches = paths_of(history, control, turns, needs_stop=self.policy.train_stop)
         except AlphabetFull:
@@ -330,7 +310,7 @@ class Renderer:
         joints = () if history.prefixes is None else tuple(history.prefixes.joints.values())
         return _CachedBlueprint(blueprint=blueprint, paths=paths, is_cut=is_cut, joints=joints)
 
-    def _named_that_would_do(self, reason: str, row: Conversation, template: ChatTemplate) -> str | None:
+    def _named_that_would_do(self, reason: str, row: records.Conversation, template: ChatTemplate) -> str | None:
         """A named template for which the tokenizer has all tokens and under which the row can be learned from."""
         if reason not in LIFTED_BY_NAMED or not self._offers_named or media_of(row.messages):
             return None
@@ -350,7 +330,7 @@ class Renderer:
             if facts.tokens and not missing_tokens(facts.name, self.control.tokens) and source != template.source:
                 yield facts.name
 
-    def _takes(self, name: str, row: Conversation, template: ChatTemplate) -> bool:
+    def _takes(self, name: str, row: records.Conversation, template: ChatTemplate) -> bool:
         try:
             other = self._others.get(name) or self._others.setdefault(name, self._under(name, template))
             other.fill(row)
@@ -375,7 +355,7 @@ class Renderer:
         return bool(self._tags.count(strings))
 
     def _require_shape(
-        self, known: _CachedBlueprint, row: Conversation, template: ChatTemplate, strings: Sequence[str]
+        self, known: _CachedBlueprint, row: records.Conversation, template: ChatTemplate, strings: Sequence[str]
     ) -> None:
         """Raise `RowError` unless what is learned reads as a row of this shape has it, whichever is the first.
 
@@ -404,7 +384,7 @@ class Renderer:
             self._require_answers(known, row, template, known.blueprint.values(strings))
 
     def _require_answers(
-        self, known: _CachedBlueprint, row: Conversation, template: ChatTemplate, values: Sequence[str]
+        self, known: _CachedBlueprint, row: records.Conversation, template: ChatTemplate, values: Sequence[str]
     ) -> None:
         """Raise `RowError` unless what is learned of each turn reads as the row has it."""
         texts = dict(zip(known.blueprint.references, values, strict=True))
@@ -423,7 +403,7 @@ class Renderer:
             )
 
     def _agrees(
-        self, known: _CachedBlueprint, row: Conversation, template: ChatTemplate, strings: Sequence[str]
+        self, known: _CachedBlueprint, row: records.Conversation, template: ChatTemplate, strings: Sequence[str]
     ) -> bool:
         """Whether the template prints the contexts that were put together for another row for this one, too: what it
         asks in the middle of a long row need not have been asked of that one."""
@@ -432,7 +412,9 @@ class Renderer:
         judge = Judge(template, row, lambda char: self._recordings.alphabet.value(char, strings))
         return all(map(judge.agrees, known.joints))
 
-    def _check(self, known: _CachedBlueprint, row: Conversation, template: ChatTemplate, values: Sequence[str]) -> None:
+    def _check(
+        self, known: _CachedBlueprint, row: records.Conversation, template: ChatTemplate, values: Sequence[str]
+    ) -> None:
         """Compare one text of a replayed row with what the template really prints."""
         path = known.paths[known.replays % len(known.paths)]
         texts = dict(zip(known.blueprint.references, values, strict=True))
@@ -468,7 +450,7 @@ class _CachedBlueprint:
         return self.replays in (1, 4, 16) or self.replays % 64 == 0
 
 
-def _refuse_too_many(row: Conversation, num_turns: int, history: HistoryRendering) -> None:
+def _refuse_too_many(row: records.Conversation, num_turns: int, history: HistoryRendering) -> None:
     """Each learned answer has a prompt of its own, so the work grows with the square of a conversation."""
     rendered = len(row.messages) * num_turns
     most = MOST_ONCE if history is HistoryRendering.ONE_RENDERING else MOST_RENDERED
@@ -486,7 +468,7 @@ def _refuse_too_many(row: Conversation, num_turns: int, history: HistoryRenderin
     )
 
 
-def _is_unasked(row: Conversation, index: int) -> bool:
+def _is_unasked(row: records.Conversation, index: int) -> bool:
     """Whether an answer comes before any question, and the row does not insist that it is learned."""
     before = (message.role for message in row.messages[:index])
     return all(role == "system" for role in before) and row.messages[index].train is not True

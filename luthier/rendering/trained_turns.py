@@ -15,20 +15,8 @@ from typing import Any, Protocol
 
 from luthier.errors import RowError
 from luthier.records import Message, Text, Thinking
+from luthier.rendering import openings
 from luthier.rendering.control import ControlTokens
-from luthier.rendering.openings import (
-    Ending,
-    Stretched,
-    behind_closed,
-    behind_opened,
-    closes,
-    closing_text,
-    common_length,
-    ending_of,
-    header_end,
-    repeats,
-    spliced,
-)
 from luthier.rendering.template import ChatTemplate, MessageSpan, Recording
 from luthier.rendering.text_references import is_reference
 from luthier.rendering.trace import Guard, Owner
@@ -117,8 +105,8 @@ def context_of(template: ChatTemplate, history: History, index: int, control: Co
         prompt = history.recording(index, generation_prompt=True, **kwargs)
         turn = history.recording(index + 1, **kwargs)
         known = _known_tags(template.literals, control)
-        usual = header[: ending_of(header, known).header_end].strip()
-        one = _Asked(history, index, prompt, turn, kwargs, ending_of(prompt.sketch, known), usual)
+        usual = header[: openings.ending_of(header, known).header_end].strip()
+        one = _Asked(history, index, prompt, turn, kwargs, openings.ending_of(prompt.sketch, known), usual)
         if one.leaves_header():  # the model would have to write it
             continue
         asked.append(one)
@@ -161,13 +149,13 @@ class _Asked:
     prompt: Recording
     turn: Recording
     kwargs: Mapping[str, Any]
-    ending: Ending
+    ending: openings.Ending
     header: str
 
     def rendered(self) -> Context | None:
         """The turn as rendered, if it begins with the prompt and does not begin the prompt's thought anew."""
         seam = len(self.prompt.sketch)
-        if not self.turn.sketch.startswith(self.prompt.sketch) or repeats(self.ending, self.turn.sketch, seam):
+        if not self.turn.sketch.startswith(self.prompt.sketch) or openings.repeats(self.ending, self.turn.sketch, seam):
             return None
         printed = (Printed(recording=self.turn, num_messages=self.index + 1),)
         return Context(recording=self.turn, seam=seam, kwargs=self.kwargs, printed=printed)
@@ -186,7 +174,7 @@ class _Asked:
         if start is None or (self.ending.closing and (self._thoughts() or self.mentioned_tag() is not None)):
             return None
         if self.ending.closing:
-            start = behind_closed(self.ending, self.turn.sketch, start)
+            start = openings.behind_closed(self.ending, self.turn.sketch, start)
         return None if start is None else self._spliced(start)
 
     def behind_opened(self) -> Context | None:
@@ -194,7 +182,7 @@ class _Asked:
         start = self._header_end() if self.ending.is_open else None
         if start is None:
             return None
-        own = behind_opened(self.ending, self.turn.sketch, start)
+        own = openings.behind_opened(self.ending, self.turn.sketch, start)
         if own is not None:  # the turn has the whole thought
             return self._spliced(own)
         if self.mentioned_tag() is not None:
@@ -202,9 +190,9 @@ class _Asked:
         thoughts = self._thoughts()
         if thoughts and self._prints_thought(start):  # with other tags than the prompt's
             return None
-        if closes(self.ending, self.turn.sketch, start):
+        if openings.closes(self.ending, self.turn.sketch, start):
             return self._spliced(start, *thoughts)
-        closing = closing_text(self.ending, self._with_thought(), self.index)
+        closing = openings.closing_text(self.ending, self._with_thought(), self.index)
         start += len(self.turn.sketch[start:]) - len(self.turn.sketch[start:].lstrip())
         return self._spliced(start, *thoughts, (closing, Owner(scope=self.index)))
 
@@ -212,11 +200,11 @@ class _Asked:
         """The prompt as inference prints it, and behind it the turn from ``start`` on."""
         begun = self._begun()
         prompt, turn = self.prompt, self.turn
-        recording = spliced(
-            Stretched(prompt, 0, begun),
-            Stretched(prompt, begun, len(prompt.sketch), self.index),
+        recording = openings.spliced(
+            openings.Stretched(prompt, 0, begun),
+            openings.Stretched(prompt, begun, len(prompt.sketch), self.index),
             *between,
-            Stretched(turn, start, len(turn.sketch)),
+            openings.Stretched(turn, start, len(turn.sketch)),
         )
         printed = (
             Printed(recording=prompt, num_messages=self.index, generation_prompt=True),
@@ -226,12 +214,12 @@ class _Asked:
 
     def _begun(self) -> int:
         """Where the prompt goes on behind what the template prints without one."""
-        return common_length(self.history.recording(self.index, **self.kwargs).sketch, self.prompt.sketch)
+        return openings.common_length(self.history.recording(self.index, **self.kwargs).sketch, self.prompt.sketch)
 
     def _header_end(self) -> int | None:
         stretch = self.turn.stretches.get(self.index)
         begins = [] if stretch is None else [stretch.begin]
-        return header_end(self.prompt.sketch, self.ending, self._begun(), self.turn, begins)
+        return openings.header_end(self.prompt.sketch, self.ending, self._begun(), self.turn, begins)
 
     def _thoughts(self) -> list[tuple[str, Owner]]:
         """The thoughts of the row's message that are not blank, each with its owner."""

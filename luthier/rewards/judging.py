@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -63,7 +62,6 @@ class DrawnAnswer:
         return replace(self, generated=text, finished=True, ids=None, conversation=(), messages=())
 
 
-MATCHES = "matches:"  # before a pattern that whole answers are held against
 ASKED_AT_ONCE = 64  # answers in one request to a server
 SERVER_MEMORY = 2_000_000_000  # bytes for the process that asks it
 
@@ -160,12 +158,9 @@ class RewardJudge:
         process = self._exits.enter_context(
             FunctionProcess(reward.file, reward.function_name, timeout=reward.timeout, max_memory=reward.max_memory)
         )
-        return lambda answers: _by_function(process, answers, plain=reward.plain)
+        return lambda answers: _by_function(process, answers)
 
     def _by_metric(self, reward: RewardConfig, metric: str) -> AnswerJudge:
-        if metric.startswith(MATCHES):
-            pattern = _pattern(metric)
-            return lambda answers: [float(pattern.fullmatch(answer.generated) is not None) for answer in answers]
         if not _compares(metric):
             of_length = length_reward(metric, self._max_new_tokens)
             return lambda answers: [of_length(answer.num_tokens) for answer in answers]
@@ -213,15 +208,7 @@ def check_columns(rewards: Sequence[RewardConfig], questions: Iterable[tuple[boo
 
 
 def _compares(metric: str) -> bool:
-    return metric != ENVIRONMENT and not metric.startswith(MATCHES) and metric.partition(":")[0] not in LENGTHS
-
-
-def _pattern(metric: str) -> re.Pattern[str]:
-    try:
-        return re.compile(metric.removeprefix(MATCHES), re.DOTALL)
-    except re.error as error:
-        what = f"rollout.rewards: {metric!r} is no regular expression: {error}"
-        raise UserError(what, hint="matches:PATTERN has a pattern of Python's", key="rollout.rewards") from None
+    return metric != ENVIRONMENT and metric.partition(":")[0] not in LENGTHS
 
 
 def expected_of(answer: DrawnAnswer, column: str | None) -> str | None:
@@ -251,7 +238,7 @@ def _facts(answer: DrawnAnswer) -> dict[str, object]:
     }
 
 
-def _by_function(process: FunctionProcess, answers: Sequence[DrawnAnswer], *, plain: bool) -> list[Opinion]:
+def _by_function(process: FunctionProcess, answers: Sequence[DrawnAnswer]) -> list[Opinion]:
     """What a function says of each answer, or of all answers to a prompt at once, as it wants to be asked."""
     found: list[Opinion] = []
     for _, members in groupby(answers, key=attrgetter("group")):
@@ -262,11 +249,7 @@ def _by_function(process: FunctionProcess, answers: Sequence[DrawnAnswer], *, pl
             found += [error] * len(group)
             continue
         if together:
-            own: dict[str, object] = {
-                "plain": plain,
-                "finished": [one.finished for one in group],
-            }
-            own["conversation"] = [list(one.conversation) for one in group]
+            own = {"finished": [one.finished for one in group], "conversation": [list(o.conversation) for o in group]}
             found += process.call([one.generated for one in group], {**_facts(group[0]), **own})
             continue
         for one in group:

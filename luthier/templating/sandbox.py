@@ -25,27 +25,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_environment
 
 from luthier.errors import TemplateError
+from luthier.templating import sizes
 from luthier.templating.codegen import DICT_ATTRIBUTES, BoundedCodeGenerator, GenerationBlock
 from luthier.templating.limits import MAX_ITEMS, OverLimit, RenderUsage, TemplateLimits
-from luthier.templating.sizes import (
-    FREE_FILTERS,
-    FREE_METHODS,
-    FREE_TESTS,
-    TemplateCall,
-    check_call,
-    check_operator,
-    check_tuples,
-    is_flat,
-    size,
-    weigh,
-)
 from luthier.writing import counted
 
 STRING_METHODS = frozenset(
     "endswith lower lstrip partition removeprefix removesuffix replace rpartition rsplit rstrip split splitlines "  # noqa: SIM905
     "startswith strip title upper".split()
 )
-QUICK_METHODS = STRING_METHODS & FREE_METHODS
+QUICK_METHODS = STRING_METHODS & sizes.FREE_METHODS
 LOOP_ATTRIBUTES = frozenset("depth depth0 first index index0 last length revindex revindex0".split())  # noqa: SIM905
 SMALL = 10_000  # characters that are joined without asking
 MAX_NESTING = 100  # of expressions and blocks in the source of a template
@@ -74,7 +63,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def seal(self) -> None:
         """Have the meter look at all filters and tests; to be called when there are no more to come."""
-        for table, free in ((self.filters, FREE_FILTERS), (self.tests, FREE_TESTS)):
+        for table, free in ((self.filters, sizes.FREE_FILTERS), (self.tests, sizes.FREE_TESTS)):
             for name, function in list(table.items()):
                 table[name] = _metered(self.meter, name, function, is_free=name in free)
 
@@ -142,7 +131,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def check_join(self, parts: Iterable[object]) -> None:
         """Raise `OverLimit` if parts are too much together."""
-        chars = sum(size(part) if isinstance(part, str) else weigh(part) for part in parts)
+        chars = sum(sizes.size(part) if isinstance(part, str) else sizes.weigh(part) for part in parts)
         if chars > SMALL:
             self.meter.make(chars, "the operator ~")
 
@@ -151,14 +140,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         kind = type(value)
         if kind is str or kind is bool or kind is int:
             return value
-        if not isinstance(value, str) and not is_flat(value):
-            self.meter.make(weigh(value), "a comparison")
+        if not isinstance(value, str) and not sizes.is_flat(value):
+            self.meter.make(sizes.weigh(value), "a comparison")
         return value
 
     def printed(self, value: object) -> object:
         """What is about to be printed, as it is."""
         if not isinstance(value, str):
-            self.meter.make(weigh(value), "printing a value")
+            self.meter.make(sizes.weigh(value), "printing a value")
         return value
 
     def cut(self, value: object) -> object:
@@ -171,7 +160,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def held(self, value: Any) -> object:
         """A tuple or dict that the template has just written down, as it is."""
-        check_tuples((value,) if isinstance(value, tuple) else value.values())
+        sizes.check_tuples((value,) if isinstance(value, tuple) else value.values())
         return value
 
     # -------------------------------------------------------------------------------------- hooks of the sandbox
@@ -198,7 +187,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 return left + right
         elif operator in ("+", "-") and _is_small(left) and _is_small(right):
             return left + right if operator == "+" else left - right
-        check_operator(self.meter, operator, left, right)
+        sizes.check_operator(self.meter, operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: object) -> object:
@@ -213,9 +202,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         args, given = _drained(self.meter, args), dict(zip(given, _drained(self.meter, given.values()), strict=True))
         inner = getattr(obj, "__wrapped__", obj)  # jinja2 wraps str.format, and luthier what reads text
         owner, name = getattr(inner, "__self__", None), getattr(inner, "__name__", type(inner).__name__)
-        check_tuples((*args, *given.values()))
-        if name not in FREE_METHODS or not isinstance(owner, str | dict):
-            check_call(self.meter, TemplateCall(name, owner, args, given), is_method=True)
+        sizes.check_tuples((*args, *given.values()))
+        if name not in sizes.FREE_METHODS or not isinstance(owner, str | dict):
+            sizes.check_call(self.meter, sizes.TemplateCall(name, owner, args, given), is_method=True)
         return _measured(self.meter, name, super().call(context, obj, *args, **{**kwargs, **given}))
 
 
@@ -245,7 +234,7 @@ def _metered(meter: RenderUsage, name: str, function: Callable[..., object], *, 
             return function(*args, **kwargs)
         context, given = args[:first], _drained(meter, args[first:])
         if given:
-            check_call(meter, TemplateCall(name, given[0], given[1:], kwargs))
+            sizes.check_call(meter, sizes.TemplateCall(name, given[0], given[1:], kwargs))
         # what gave items one by one still does: `length` and `tojson` take no generator in transformers either
         passed = (iter(each) if each is not own else own for each, own in zip(given, args[first:], strict=True))
         return _measured(meter, name, function(*context, *passed, **kwargs))
@@ -292,7 +281,7 @@ def _sum(
         value = take(item)
         if isinstance(value, str):
             raise TypeError("sum() can't sum strings")
-        check_operator(environment.meter, "+", total, value)
+        sizes.check_operator(environment.meter, "+", total, value)
         total = total + value
     return total
 

@@ -32,7 +32,7 @@ from luthier.rewards.function_process import EnvironmentProcess, ToolBox
 from luthier.rewards.judging import RewardJudge
 from luthier.sources import open_sources, resolve_sources
 from luthier.sources.source import RowsByAddress
-from luthier.training.arguments import training_arguments
+from luthier.training import streams
 from luthier.training.callbacks import EarlyStopping, Flow, Hooks, Journal, Meter
 from luthier.training.data import RunData
 from luthier.training.folder import artifacts, run_folder
@@ -47,6 +47,7 @@ from luthier.training.losses.router_balance import RouterBalance
 from luthier.training.losses.step_losses import StepLosses
 from luthier.training.losses.tower_features import AUTOCAST_DTYPES, choose_media
 from luthier.training.numerics import check_in_force, computed_in, weight_types, without_dropout
+from luthier.training.optimizer import training_arguments
 from luthier.training.report.events import EventListener, Note
 from luthier.training.report.result import ModelSummary
 from luthier.training.rollouts.answer_groups import AnswerLayout
@@ -56,15 +57,6 @@ from luthier.training.rollouts.early_warnings import EarlyWarnings
 from luthier.training.rollouts.reward_models import reward_judges
 from luthier.training.rollouts.sampler_probes import SamplerProbes
 from luthier.training.rollouts.talks import Talks
-from luthier.training.streams import (
-    EvalStream,
-    TrainStream,
-    World,
-    loader_state,
-    needed_segments,
-    sharing,
-    train_stream,
-)
 from luthier.training.trainer import Trainer, TrainerParts
 from luthier.writing import counted
 
@@ -97,7 +89,7 @@ class RunModel:
         text_config.use_cache = during
 
 
-def make_model(config: RunConfig, tokenizer: Tokenizer, world: World, tell: EventListener) -> RunModel:
+def make_model(config: RunConfig, tokenizer: Tokenizer, world: streams.World, tell: EventListener) -> RunModel:
     """Load the model, put the adapter on, and say what was decided; the same weights on all ranks, at every start."""
     vocabulary = Vocabulary.of(tokenizer, config.model.token_descriptions)
     loaded = load_model(config, vocabulary)
@@ -180,11 +172,11 @@ def make_trainer(
     keeps_trees = shared and losses.forward.isolation.shared  # as found by trying
     check_reward_columns(config, data.train)
     rollouts = _rollouts(config, tokenizer, run_model, how, losses, hooks, shared=keeps_trees)
-    stream = replace(stream, watch=lost.watch, reader=sharing(stream.reader, keeps_trees), rollouts=rollouts)
+    stream = replace(stream, watch=lost.watch, reader=streams.sharing(stream.reader, keeps_trees), rollouts=rollouts)
     callbacks = _callbacks(config, schedule, losses, meter, hooks, evaluates=evaluates)
 
     def save_state(folder: Path, step: int) -> None:
-        loader_state(schedule, data, step).save(folder)
+        streams.loader_state(schedule, data, step).save(folder)
         run_folder.write_run_config(config, folder)
         if state := losses.state():
             write_json(folder / OBJECTIVE_STATE, state)
@@ -406,7 +398,7 @@ def _losses(
         train=data.train,
         held_out=data.eval,
         passes=lambda index: _one_pass(config, data, index, run_model, how, hooks.stop.world),
-        needed=lambda index: needed_segments(schedule, data, index),
+        needed=lambda index: streams.needed_segments(schedule, data, index),
         num_sources=(len(data.sources), len(data.eval_sources)),
         media=run_model.media,
         autocast=AUTOCAST_DTYPES.get(run_precision(config)),
@@ -446,8 +438,8 @@ def _train_stream(
     rank: int,
     *,
     shared: bool,
-) -> TrainStream:
-    return train_stream(
+) -> streams.TrainStream:
+    return streams.train_stream(
         data.train,
         schedule,
         how,
@@ -464,10 +456,10 @@ def _eval_stream(
     data: RunData,
     run_model: RunModel,
     how: CollateSettings,
-    world: World,
+    world: streams.World,
     *,
     lost: LostRows,
-) -> EvalStream | None:
+) -> streams.EvalStream | None:
     if data.eval is None:
         return None
     found = _one_pass(config, data, data.eval, run_model, how, world)
@@ -480,9 +472,9 @@ def _one_pass(
     segments: Segments,
     run_model: RunModel,
     how: CollateSettings,
-    world: World,
-) -> EvalStream:
-    return EvalStream.of_segments(
+    world: streams.World,
+) -> streams.EvalStream:
+    return streams.EvalStream.of_segments(
         segments,
         data.rows_of(segments),
         eval_settings(config, num_ranks=world.size),

@@ -56,16 +56,7 @@ from luthier.training.generate import AnswerMeasures, Question, answer_all, answ
 from luthier.training.numerics import own_numerics
 from luthier.training.outcome import Run, result_of
 from luthier.training.ranks import naming_lost_ranks
-from luthier.training.report.events import (
-    Event,
-    EventListener,
-    Finished,
-    LogFile,
-    Note,
-    ProgressBar,
-    make_view,
-    tell_all,
-)
+from luthier.training.report import events
 from luthier.training.report.result import LOG_FILE, RunResult
 from luthier.training.rollouts.drawing import Rollouts
 from luthier.training.rollouts.held_out import HeldOutTalks, with_rewards
@@ -81,7 +72,7 @@ def fit(
     prepared: Prepared,
     *,
     callbacks: Sequence[TrainerCallback] = (),
-    on_event: EventListener | None = None,
+    on_event: events.EventListener | None = None,
 ) -> RunResult:
     """Train as ``config`` says, and leave model, checkpoints, log and ``result.json`` in ``output.dir``.
 
@@ -97,7 +88,7 @@ def fit(
 
 
 def fit_live(
-    config: RunConfig, tokenizer: Tokenizer, feed: FeedReader, *, on_event: EventListener | None = None
+    config: RunConfig, tokenizer: Tokenizer, feed: FeedReader, *, on_event: events.EventListener | None = None
 ) -> RunResult:
     """`fit` while a feed prepares the rows. Raises also what stops the feed."""
     return fit_data(config, tokenizer, lambda: open_live_data(config, feed), on_event=on_event)
@@ -109,7 +100,7 @@ def fit_data(
     data: RunData | Callable[[], RunData],
     *,
     callbacks: Sequence[TrainerCallback] = (),
-    on_event: EventListener | None = None,
+    on_event: events.EventListener | None = None,
 ) -> RunResult:
     """`fit` for segments from anywhere. Data that is still on its way is asked for when the ranks have met."""
     refuse_other_ways(os.environ)
@@ -131,21 +122,21 @@ def _fit(
     tokenizer: Tokenizer,
     data: RunData | Callable[[], RunData],
     callbacks: tuple[TrainerCallback, ...],
-    on_event: EventListener | None,
+    on_event: events.EventListener | None,
     not_followed: list[str],
 ) -> RunResult:
     begun, started_at = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
     _set_up_process(config)
     world = World.from_environment()
-    view = make_view(wanted=config.tracking.progress)
-    listeners: list[EventListener] = [view] if on_event is None else [view, on_event]
-    tell = tell_all(listeners) if world.is_main else _silent
+    view = events.make_view(wanted=config.tracking.progress)
+    listeners: list[events.EventListener] = [view] if on_event is None else [view, on_event]
+    tell = events.tell_all(listeners) if world.is_main else _silent
     try:
         if not_followed:
-            tell(Note(text=f"ignored, because the run description decides: {', '.join(not_followed)}"))
+            tell(events.Note(text=f"ignored, because the run description decides: {', '.join(not_followed)}"))
         num_gpus = torch.cuda.device_count() if run_device(config) == "cuda" else 0
         for note in idle_gpus(world.size, num_gpus):
-            tell(Note(text=note))
+            tell(events.Note(text=note))
         config = as_packed(config, tokenizer, tell)
         with StopSignals() as signals, naming_lost_ranks(config.output.dir, world), ExitStack() as closing:
             found = data if isinstance(data, RunData) else _open(data)
@@ -154,7 +145,7 @@ def _fit(
             run = _begun(lambda: _set_up(config, tokenizer, found, hooks, listeners))
             result = result_of(run, started_at)
     finally:
-        if isinstance(view, ProgressBar):
+        if isinstance(view, events.ProgressBar):
             view.close()
     result = replace(result, seconds=time.perf_counter() - begun)
     if world.is_main:
@@ -165,7 +156,7 @@ def _fit(
     return result
 
 
-def as_packed(config: RunConfig, tokenizer: Tokenizer, tell: EventListener) -> RunConfig:
+def as_packed(config: RunConfig, tokenizer: Tokenizer, tell: events.EventListener) -> RunConfig:
     """The run with rows of one segment, where its family of models cannot have several in a row."""
     media = media_of(config, tokenizer.files.folder)
     if media is None or not config.train.packing.is_packed:
@@ -173,7 +164,9 @@ def as_packed(config: RunConfig, tokenizer: Tokenizer, tell: EventListener) -> R
     family = media.processor.family
     if family.packing is PackingSupport.PACKED:
         return config
-    tell(Note(text=f"train.packing is none instead of {config.train.packing} for {family.name}: {family.reason}"))
+    tell(
+        events.Note(text=f"train.packing is none instead of {config.train.packing} for {family.name}: {family.reason}")
+    )
     return config.model_copy(update={"train": config.train.model_copy(update={"packing": Packing.NONE})})
 
 
@@ -192,7 +185,7 @@ def _set_up_process(config: RunConfig) -> None:
 
 
 def _set_up(
-    config: RunConfig, tokenizer: Tokenizer, data: RunData, hooks: Hooks, listeners: list[EventListener]
+    config: RunConfig, tokenizer: Tokenizer, data: RunData, hooks: Hooks, listeners: list[events.EventListener]
 ) -> Run:
     world = hooks.stop.world
     resume = _open_folder(config, state_at_start(config, data, world), hooks)
@@ -201,16 +194,16 @@ def _set_up(
     if not data.rows.all_here:  # else the plan has told it
         if schedule.horizon < FEW_STEPS:
             hooks.tell(
-                Note(
+                events.Note(
                     text=f"about {counted(schedule.horizon, 'step')} teach the model next to nothing; {_longer(config)}"
                 )
             )
         for note in length_notes(config, schedule.horizon):
-            hooks.tell(Note(text=note))
+            hooks.tell(events.Note(text=note))
     if world.is_main:
         step = -1 if resume is None else checkpoint_step(resume)  # -1: drop even the evaluation before training
-        listeners[:] = [listener for listener in listeners if not isinstance(listener, LogFile)]
-        listeners.append(LogFile(config.output.dir / LOG_FILE, step=step, tell=hooks.tell))
+        listeners[:] = [listener for listener in listeners if not isinstance(listener, events.LogFile)]
+        listeners.append(events.LogFile(config.output.dir / LOG_FILE, step=step, tell=hooks.tell))
     run_model = make_model(config, tokenizer, world, hooks.tell)
     first_step = None if resume is None else checkpoint_step(resume)
     if resume is not None and state is not None:
@@ -239,7 +232,7 @@ def _open_folder(config: RunConfig, here: LoaderState, hooks: Hooks) -> Path | N
     chosen: list[str | UserError | None] = [None]
     if world.is_main:
         try:
-            found = run_folder.open_run_folder(config, lambda text: hooks.tell(Note(text=text)))
+            found = run_folder.open_run_folder(config, lambda text: hooks.tell(events.Note(text=text)))
             chosen = [None if found is None else str(found)]
         except UserError as error:
             chosen = [error]  # else the others wait for a rank that is gone
@@ -252,7 +245,7 @@ def _open_folder(config: RunConfig, here: LoaderState, hooks: Hooks) -> Path | N
     checkpoint = Path(chosen[0])
     there = LoaderState.load(checkpoint)
     there.check(here, where=str(checkpoint))
-    hooks.tell(Note(text=f"training goes on from {checkpoint.name}, step {there.step}"))
+    hooks.tell(events.Note(text=f"training goes on from {checkpoint.name}, step {there.step}"))
     return checkpoint
 
 
@@ -274,7 +267,7 @@ def _trained(run: Run) -> bool:
             raise
         if run.is_main:
             aside = set_aside_broken(run.resume)
-            run.hooks.tell(Note(text=f"{error.message}; set aside as {aside.name}"))
+            run.hooks.tell(events.Note(text=f"{error.message}; set aside as {aside.name}"))
         run.trainer.accelerator.wait_for_everyone()
         return False
     return True
@@ -298,12 +291,12 @@ def _train(run: Run) -> None:
     except SamplerLost as lost:
         raise _saved_before(run, lost) from lost
     run.trainer.finish()
-    run.hooks.tell(Finished(step=run.trainer.state.global_step))
+    run.hooks.tell(events.Finished(step=run.trainer.state.global_step))
     if run.hooks.stop.signal is not None:
         return
     if run.config.eval.load_best_model_at_end and run.trainer.load_best():
         best = Path(run.trainer.state.best_model_checkpoint).name
-        run.hooks.tell(Note(text=f"the weights are those of the best checkpoint, {best}"))
+        run.hooks.tell(events.Note(text=f"the weights are those of the best checkpoint, {best}"))
     _answer(run, questions)
     _save(run)
     run.trainer.accelerator.wait_for_everyone()
@@ -337,10 +330,10 @@ def _questions(run: Run) -> list[Question] | HeldOutTalks:
     number = len(found if talks is None else talks.questions)
     if number < wanted:
         run.hooks.tell(
-            Note(text=f"{counted(number, 'held-out row')} can be answered, eval.generate_rows asks for {wanted}")
+            events.Note(text=f"{counted(number, 'held-out row')} can be answered, eval.generate_rows asks for {wanted}")
         )
     if passed_over := passed_over_by(run.run_model.model):
-        run.hooks.tell(Note(text=f"answers are generated as generate.* says, not the model's {passed_over}"))
+        run.hooks.tell(events.Note(text=f"answers are generated as generate.* says, not the model's {passed_over}"))
     return talks if talks is not None and talks.questions else found
 
 
@@ -356,7 +349,7 @@ def _held_out_talks(run: Run, held_out: Segments) -> HeldOutTalks | None:
 
     def note(what: str, _: int) -> None:
         if what not in told:
-            run.hooks.tell(Note(text=f"held-out rows: {what}"))
+            run.hooks.tell(events.Note(text=f"held-out rows: {what}"))
         told.add(what)
 
     train, own = resolve_sources(config.data)
@@ -397,7 +390,7 @@ def _answer(run: Run, questions: list[Question] | HeldOutTalks) -> None:
         if unjudged := answers.unjudged:
             told = "; ".join(f"{reason}: {count}" for reason, count in unjudged.items())
             count = counted(sum(unjudged.values()), "answer has", "answers have")
-            run.hooks.tell(Note(text=f"{count} no score of the judge: {told}"))
+            run.hooks.tell(events.Note(text=f"{count} no score of the judge: {told}"))
     run.trainer.accelerator.wait_for_everyone()
 
 
@@ -422,5 +415,5 @@ def _save(run: Run) -> None:
             artifacts.save_model(merged, staging, run.tokenizer, processor=run.run_model.processor)
 
 
-def _silent(_: Event) -> None:
+def _silent(_: events.Event) -> None:
     """What ranks other than the first have to say."""

@@ -39,12 +39,11 @@ from luthier.models.routers import balanced_routers, choose_experts
 from luthier.models.sharding import compilable_layers, divisible_layers, refuse_other_ways
 from luthier.models.submodules import decoder_family, undrawn
 from luthier.models.vocabulary import Vocabulary
-from luthier.training.arguments import optimization
 from luthier.training.folder.run_folder import check_run_folder
 from luthier.training.folder.state import check_writable
 from luthier.training.losses.reference_choice import check_reference
 from luthier.training.losses.tower_features import readable_media
-from luthier.training.optimizer import check_blocks, make_optimizer, rate_factors
+from luthier.training.optimizer import check_blocks, make_optimizer, optimization, rate_factors
 from luthier.training.rollouts.reward_models import check_reward_models
 from luthier.writing import counted
 

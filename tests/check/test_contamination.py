@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import luthier
-from luthier.check.plan import contamination as contamination_module
+from luthier.check.plan import stats as stats_module
 from luthier.cli.main import run as run_command
 
 LONG = "a recipe for bread: take one pound of flour, half a pint of water and some salt, knead it well and let it rest"
@@ -76,12 +76,12 @@ def test_what_many_training_rows_share_is_not_counted(tmp_path: Path, monkeypatc
     system = " ".join(f"word{n}" for n in range(40))
     template = {"default_system": system}
     assert found_in(tmp_path, CLEAN, template=template).counts == {}
-    monkeypatch.setattr(contamination_module, "MOST_ROWS", 10_000)
+    monkeypatch.setattr(stats_module, "MOST_ROWS", 10_000)
     assert found_in(tmp_path, CLEAN, template=template).counts["alike"] >= 1
 
 
 def test_how_many_training_rows_were_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contamination_module, "MOST_TOKENS", 60)
+    monkeypatch.setattr(stats_module, "MOST_TOKENS", 60)
     found = found_in(tmp_path, [PLANTED["exact"][0]])
     assert found.train_rows < found.of_train_rows == len(TRAIN) and str(found.train_rows) in found.sentence
 

@@ -9,7 +9,7 @@ import pytest
 from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig, RuntimeConfig
 from luthier.errors import BudgetError, RowError, SourceError, StoreError, UserError
 from luthier.packing.order import hold_out_order
-from luthier.preparation import portions, workers
+from luthier.preparation import resolver, workers
 from luthier.preparation.prepare import prepare
 from luthier.preparation.prepared import num_held_out
 from luthier.records import Branch, Conversation, Sample
@@ -276,7 +276,7 @@ def contents(folder):
 
 
 def test_results_do_not_depend_on_the_number_of_workers(tmp_path, make_config, monkeypatch):
-    monkeypatch.setattr(portions, "PORTION_BYTES", 300)
+    monkeypatch.setattr(resolver, "PORTION_BYTES", 300)
     questions = ["-none" if n % 17 == 3 else "!bad" if n % 11 == 5 else f"row {n % 70} " for n in range(120)]
     rows = write(tmp_path / "rows.jsonl", [line(question) for question in questions])
     results = []
@@ -302,7 +302,7 @@ def test_results_do_not_depend_on_the_number_of_workers(tmp_path, make_config, m
 
 def test_auto_starts_processes_only_when_enough_is_to_be_encoded(tmp_path, make_config, monkeypatch):
     started = []
-    monkeypatch.setattr(portions, "PORTION_BYTES", 300)
+    monkeypatch.setattr(resolver, "PORTION_BYTES", 300)
     monkeypatch.setattr(workers, "_num_cores", lambda: 2)
 
     def elsewhere(chunks, encoder, readers, num_workers):
@@ -365,7 +365,7 @@ def test_a_worker_that_hangs_is_ended_and_reported(tmp_path, make_config, monkey
 
 
 def test_progress_accounts_for_every_row(tmp_path, make_config, monkeypatch):
-    monkeypatch.setattr(portions, "PORTION_ROWS", 4)
+    monkeypatch.setattr(resolver, "PORTION_ROWS", 4)
     rows = write(tmp_path / "rows.jsonl", [line("!x" if n % 5 == 0 else f"row {n}") for n in range(10)])
     reports = []
     prepare(make_config(rows), LetterEncoder(), on_progress=reports.append)
@@ -375,7 +375,7 @@ def test_progress_accounts_for_every_row(tmp_path, make_config, monkeypatch):
 
 
 def test_a_crash_while_reading_keeps_what_was_encoded(tmp_path, make_config, monkeypatch):
-    monkeypatch.setattr(portions, "PORTION_ROWS", 1)
+    monkeypatch.setattr(resolver, "PORTION_ROWS", 1)
     monkeypatch.setattr("luthier.store.store.SHARD_BYTES", 1)
     rows = write(tmp_path / "rows.jsonl", [line("a"), line("!b"), line("?c")])
     with pytest.raises(MemoryError):

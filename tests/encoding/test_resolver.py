@@ -8,8 +8,7 @@ import pytest
 from luthier.config.schema import SourceConfig
 from luthier.errors import RowDropped, RowError
 from luthier.ledger import Ledger
-from luthier.preparation.portions import ResolvedPortion
-from luthier.preparation.resolver import conversion_of, resolve_portions
+from luthier.preparation.resolver import ResolvedPortion, conversion_of, resolve_portions
 from luthier.records import Branch, Sample
 from luthier.sources import open_sources
 from luthier.store.shard import measure_leaves

@@ -30,8 +30,8 @@ from luthier.loader.settings import order_of_run, train_settings
 from luthier.loader.stream_state import LoaderState
 from luthier.packing import EpochOrder, MixtureSettings, PlanSettings, RowOrder, planner
 from luthier.packing.order import ListedOrder
-from luthier.preparation.portions import ResolvedPortion
 from luthier.preparation.prepared import PreparedSet, SourceInfo
+from luthier.preparation.resolver import ResolvedPortion
 from luthier.records import Branch, Sample
 from luthier.store.shard import freeze_sample
 from luthier.store.store import SampleStore, StoreWriter

@@ -20,8 +20,8 @@ from luthier.loader.plan import StreamPlan
 from luthier.loader.reader import BatchReader
 from luthier.loader.stream_state import LoaderState, RowTrail
 from luthier.packing import MixtureSettings, PlanSettings, RowOrder, WindowPacker
-from luthier.preparation.portions import LostRow, ResolvedPortion
 from luthier.preparation.prepared import SourceInfo
+from luthier.preparation.resolver import LostRow, ResolvedPortion
 from luthier.records import Address, Branch, Sample
 from luthier.store.shard import freeze_sample
 from luthier.store.store import SampleStore, StoreWriter

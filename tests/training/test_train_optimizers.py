@@ -24,10 +24,9 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import CheckpointError, ConfigError, ModelError
 from luthier.models.adapters import apply_adapter, decoder_layers
 from luthier.presets import model_folder
-from luthier.training.arguments import training_arguments
 from luthier.training.fit import fit_data
 from luthier.training.folder.state import optimizer_state, put_optimizer_state, read_state, write_state
-from luthier.training.optimizer import make_optimizer
+from luthier.training.optimizer import make_optimizer, training_arguments
 from luthier.training.report.result import RunResult
 from luthier.training.updates import BackwardUpdates, OffloadedOptimizer
 

@@ -15,9 +15,9 @@ from tiny_runs import make_config
 from luthier.config.schema import Precision
 from luthier.errors import ConfigError, ModelError
 from luthier.models.model import run_precision
-from luthier.training.arguments import training_arguments
 from luthier.training.callbacks import evaluations_without_gain
 from luthier.training.folder.run_folder import differences
+from luthier.training.optimizer import training_arguments
 from luthier.training.report.events import (
     Finished,
     LogFile,
@@ -232,7 +232,7 @@ def test_values_that_only_transformers_knows_to_be_wrong_are_config_errors(
     plateau = make_config(tmp_path, train__lr_scheduler_type="reduce_lr_on_plateau")
     with pytest.raises(ConfigError, match="requires an eval strategy"):
         training_arguments(plateau, max_steps=1, evaluates=False, evaluates_first=False)
-    monkeypatch.setattr("luthier.training.arguments.get_available_reporting_integrations", lambda: ["mlflow"])
+    monkeypatch.setattr("luthier.training.optimizer.get_available_reporting_integrations", lambda: ["mlflow"])
     absent = make_config(tmp_path, tracking__report_to=["wandb"])
     with refused(ConfigError, "tracking.report_to", "'wandb'"):
         training_arguments(absent, max_steps=1, evaluates=False, evaluates_first=False)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.check.plan.costs import LongRow, MediaCount, MediaItems, longest_rows
 from luthier.config.schema import Overflow
-from luthier.preparation.prepared import PreparedSet
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.metrics.texts import words
+from luthier.preparation.prepared import Prepared, PreparedSet
 from luthier.preparation.segments import SegmentIndex
+from luthier.records import Sample, Segment
+from luthier.writing import counted
 
 PERCENTILES = (50, 90, 95, 99)
 NO_LIMIT = 2**31 - 1  # no segment is longer: token numbers are int32
@@ -144,3 +150,168 @@ def _fitting(lengths: Ints, max_length: int) -> dict[int, float]:
     stop = next((number for number, limit in enumerate(useful) if limit >= longest), len(useful))
     limits = sorted({*useful[: stop + 1][-6:], max_length})
     return {limit: float((lengths <= limit).mean()) for limit in limits}
+
+
+# ------ Held-out rows whose content stands in the training data, too: their scores say how well it was learned by heart
+
+
+RUN, ALIKE, MOST_ROWS = 13, 0.8, 10
+MOST_TOKENS = 20_000_000  # of training rows that are looked at, which takes about a minute
+MOST_NAMED = 100
+
+WordRun = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContaminatedRow:
+    """A held-out row, the training row that holds its content, in which way, and how much of it."""
+
+    row: str
+    train_row: str
+    kind: str  # exact, normalised, question, alike
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contamination:
+    """Of ``rows`` held-out rows, those whose content was found in ``train_rows`` training rows (of ``of_train_rows``),
+    by kind; the first `MOST_NAMED` are named."""
+
+    rows: int
+    train_rows: int
+    of_train_rows: int
+    counts: dict[str, int]
+    found: tuple[ContaminatedRow, ...]
+
+    @property
+    def sentence(self) -> str:
+        """``3 of 90 held-out rows found in the training data (2 exact, 1 alike); the first: a:3 = b:7``"""
+        looked = "" if self.train_rows == self.of_train_rows else f", of which the first {self.train_rows:,} were read"
+        if not self.found:
+            return (
+                f"none of {counted(self.rows, 'held-out row')} was found in "
+                f"{counted(self.of_train_rows, 'training row')}{looked}"
+            )
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.items())
+        first = f"the first: {self.found[0].row} = {self.found[0].train_row}"
+        total = sum(self.counts.values())
+        return (
+            f"{total:,} of {counted(self.rows, 'held-out row')} found in the training data ({kinds}){looked}; {first}"
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class _HeldOut:
+    """What is looked for of a held-out row, and where it was found."""
+
+    row: str
+    ids: bytes
+    question: WordRun
+    text: WordRun
+    runs: frozenset[WordRun]
+    places: dict[str, tuple[str, float]] = field(default_factory=dict)
+
+
+def contamination(held_out: Iterable[Sample | Segment], train: PreparedSet, tokenizer: Tokenizer) -> Contamination:
+    """Look for the content of held-out rows in the training rows. The longest segment of a row stands for it."""
+    content = _RowWords(tokenizer)
+    longest: dict[str, Sample | Segment] = {}
+    for each in held_out:
+        row = str(each.address)
+        if row not in longest or len(longest[row].input_ids) < len(each.input_ids):
+            longest[row] = each
+    wanted = [content.held_out(row, each) for row, each in longest.items()]
+    num_read = _look(wanted, train, content)
+    named = [found for one in wanted for found in _named(one)]
+    counts = Counter(found.kind for found in named)
+    kinds = {kind: counts[kind] for kind in ("exact", "normalised", "question", "alike") if counts[kind]}
+    return Contamination(
+        rows=len(wanted),
+        train_rows=num_read,
+        of_train_rows=len(train),
+        counts=kinds,
+        found=tuple(named[:MOST_NAMED]),
+    )
+
+
+def contaminated(prepared: Prepared, tokenizer: Tokenizer) -> Contamination:
+    """`contamination` of a run's own held-out rows."""
+    held_out = prepared.eval
+    assert held_out is not None, "a run with held-out rows"
+    return contamination((held_out[row] for row in range(len(held_out))), prepared.train, tokenizer)
+
+
+class _RowWords:
+    """The words of rows."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.control = np.array(sorted(tokenizer.control_id(token) for token in tokenizer.control.tokens), np.int64)
+
+    def of(self, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> WordRun:
+        """Those of some ids."""
+        return tuple(words(self.tokenizer.decode(ids[~np.isin(ids, self.control)])))
+
+    def question(self, each: Sample | Segment) -> WordRun:
+        """Those before the first target; all, where nothing is learned."""
+        targets = np.flatnonzero(each.target)
+        return self.of(each.input_ids[: int(targets[0])] if len(targets) else each.input_ids)
+
+    def held_out(self, row: str, each: Sample | Segment) -> _HeldOut:
+        """What is looked for."""
+        text = self.of(each.input_ids)
+        return _HeldOut(
+            row=row, ids=each.input_ids.tobytes(), question=self.question(each), text=text, runs=frozenset(_runs(text))
+        )
+
+
+def _runs(text: WordRun) -> Iterator[WordRun]:
+    return (text[start : start + RUN] for start in range(len(text) - RUN + 1))
+
+
+def _look(wanted: list[_HeldOut], train: PreparedSet, content: _RowWords) -> int:
+    """Note where each held-out row was found; give how many training rows were read."""
+    by_ids, by_text, by_question = (defaultdict[object, list[_HeldOut]](list) for _ in range(3))
+    holders: dict[WordRun, list[int]] = {}
+    for one in wanted:
+        by_ids[one.ids].append(one)
+        by_text[one.text].append(one)
+        by_question[one.question].append(one)
+        holders |= {run: [] for run in one.runs}
+    num_tokens = 0
+    for number in range(len(train)):
+        sample = train[number]
+        num_tokens += len(sample.input_ids)
+        if num_tokens > MOST_TOKENS:
+            break
+        text = content.of(sample.input_ids)
+        found = [("exact", one) for one in by_ids.get(sample.input_ids.tobytes(), ())]
+        found += [("normalised", one) for one in by_text.get(text, ()) if text]
+        if by_question.keys() & {question := content.question(sample)} and question:
+            found += [("question", one) for one in by_question[question]]
+        for kind, one in found:
+            one.places.setdefault(kind, (str(sample.address), 1.0))
+        for run in set(_runs(text)) & holders.keys():
+            if len(holders[run]) <= MOST_ROWS:  # one more than is counted tells that there are too many
+                holders[run].append(number)
+    else:
+        number = len(train)
+    for one in wanted:
+        _alike(one, holders, train)
+    return number
+
+
+def _alike(one: _HeldOut, holders: dict[WordRun, list[int]], train: PreparedSet) -> None:
+    counted = [holders[run] for run in one.runs if len(holders[run]) <= MOST_ROWS]
+    rows = Counter(row for of_run in counted for row in of_run)
+    share = sum(bool(of_run) for of_run in counted) / len(counted) if counted else 0.0
+    if rows and share >= ALIKE:
+        one.places["alike"] = (str(train.address(rows.most_common(1)[0][0])), share)
+
+
+def _named(one: _HeldOut) -> Iterator[ContaminatedRow]:
+    for kind in ("exact", "normalised", "question", "alike"):
+        if kind in one.places:
+            place, share = one.places[kind]
+            yield ContaminatedRow(row=one.row, train_row=place, kind=kind, share=share)
+            return

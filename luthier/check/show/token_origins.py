@@ -10,27 +10,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from luthier import records
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.owners import AGAIN, leaf_owners, sample_difference, token_owners
 from luthier.errors import RowError, SourceError, StoreError
 from luthier.packing import UnitKind
 from luthier.preparation.prepared import PreparedSet
 from luthier.preparation.segments import SegmentIndex
-from luthier.records import (
-    Address,
-    ControlPiece,
-    Conversation,
-    Document,
-    Feedback,
-    MediaPiece,
-    Message,
-    Piece,
-    Preference,
-    Row,
-    Sample,
-    TextPiece,
-    Tokenized,
-)
 from luthier.sources import RowBytes, Source
 from luthier.sources.origins import LocalFiles, Origin
 
@@ -64,7 +50,7 @@ def row_origins(
 
     ``sources`` are those that ``prepared`` was read from. Each file is read as far as its last row of interest.
     """
-    found: dict[int, Row | RowError] = {}
+    found: dict[int, records.Row | RowError] = {}
     for number, source in enumerate(sources):
         here = {prepared.address(row): row for row in rows if prepared.source_ids[row] == number}
         found |= {here[address]: row for address, row in find_rows(source, here).items()}
@@ -89,12 +75,12 @@ def segment_origin(
     return replace(run, start=start, head=head, held=held, owners=run.owners[:head] + run.owners[start:stop])
 
 
-def find_rows(source: Source, addresses: Collection[Address]) -> dict[Address, Row | RowError]:
+def find_rows(source: Source, addresses: Collection[records.Address]) -> dict[records.Address, records.Row | RowError]:
     """The rows with these addresses, read again from their source; one that is not there any more is left out.
 
     A row that cannot be read or converted comes as the `RowError` that says why.
     """
-    found: dict[Address, Row | RowError] = {}
+    found: dict[records.Address, records.Row | RowError] = {}
     for origin, wanted in _parts(source.origin, addresses):
         for row in _until_found(origin, wanted):
             assert row.address is not None, "rows that are found have an address"
@@ -107,7 +93,7 @@ def find_rows(source: Source, addresses: Collection[Address]) -> dict[Address, R
     return found
 
 
-def _parts(origin: Origin, addresses: Collection[Address]) -> Iterator[tuple[Origin, set[Address]]]:
+def _parts(origin: Origin, addresses: Collection[records.Address]) -> Iterator[tuple[Origin, set[records.Address]]]:
     """What has to be read, with the addresses to look for in it: of local files only those that have one."""
     if not isinstance(origin, LocalFiles):
         if addresses:
@@ -119,7 +105,7 @@ def _parts(origin: Origin, addresses: Collection[Address]) -> Iterator[tuple[Ori
             yield replace(origin, files=(file,)), here
 
 
-def _until_found(origin: Origin, wanted: set[Address]) -> Iterator[RowBytes | RowError]:
+def _until_found(origin: Origin, wanted: set[records.Address]) -> Iterator[RowBytes | RowError]:
     for row in origin.rows():
         if row.address in wanted:
             wanted.discard(row.address)
@@ -128,7 +114,7 @@ def _until_found(origin: Origin, wanted: set[Address]) -> Iterator[RowBytes | Ro
                 return
 
 
-def _origins(sample: Sample, row: Row | RowError | None, encoder: Encoder) -> list[SegmentOrigin]:
+def _origins(sample: records.Sample, row: records.Row | RowError | None, encoder: Encoder) -> list[SegmentOrigin]:
     lengths = [len(segment) for segment in sample.segments()]
     runs = [
         SegmentOrigin(
@@ -141,7 +127,7 @@ def _origins(sample: Sample, row: Row | RowError | None, encoder: Encoder) -> li
             raise SourceError(f"{sample.address}: the row is not in its file any more")
         if isinstance(row, RowError):
             raise row
-        if isinstance(row, Tokenized):
+        if isinstance(row, records.Tokenized):
             _check_same(sample, row, encoder)
             return [replace(run, owners=(TokenOrigin(field=GIVEN),) * run.run_tokens) for run in runs]
         pieces = _checked_pieces(sample, row, encoder)
@@ -153,7 +139,7 @@ def _origins(sample: Sample, row: Row | RowError | None, encoder: Encoder) -> li
     return [replace(run, owners=tuple(of_run)) for run, of_run in zip(runs, owners, strict=True)]
 
 
-def _continuation(sample: Sample, run: int) -> str | None:
+def _continuation(sample: records.Sample, run: int) -> str | None:
     if sample.verdict is None:
         return None
     if len(sample.branches) == 2:  # a prompt and what follows it
@@ -162,7 +148,7 @@ def _continuation(sample: Sample, run: int) -> str | None:
     return f"the {'chosen' if run == 1 else 'rejected'} one of two answers to a prompt{margin}"
 
 
-def _checked_pieces(sample: Sample, row: Row, encoder: Encoder) -> list[list[Piece]]:
+def _checked_pieces(sample: records.Sample, row: records.Row, encoder: Encoder) -> list[list[records.Piece]]:
     """The pieces of each run. Raises `StoreError` as `_check_same`."""
     _check_same(sample, row, encoder)
     allowed = encoder.renderer.policy.allowed
@@ -171,7 +157,7 @@ def _checked_pieces(sample: Sample, row: Row, encoder: Encoder) -> list[list[Pie
     return leaf_owners(sample, owned)
 
 
-def _check_same(sample: Sample, row: Row, encoder: Encoder) -> None:
+def _check_same(sample: records.Sample, row: records.Row, encoder: Encoder) -> None:
     """Raises `StoreError` if the sample is not what the row is encoded to now."""
     difference = sample_difference(sample, encoder.encode(row), encoder.tokenizer)
     if difference is not None:
@@ -226,31 +212,33 @@ class Speaker:
     role: str
 
 
-def speakers_of(row: Row, *, default_system: str | None) -> list[Speaker]:
+def speakers_of(row: records.Row, *, default_system: str | None) -> list[Speaker]:
     """The speakers of a row's messages as they are rendered: with the run's system message, if it supplies one."""
     match row:
-        case Conversation() | Preference() | Feedback():
+        case records.Conversation() | records.Preference() | records.Feedback():
             said = [Speaker(message=number, role=message.role) for number, message in enumerate(_messages(row))]
             is_supplied = default_system is not None and not (said and said[0].role == "system")
             return [Speaker(message=None, role="system"), *said] if is_supplied else said
-        case Document() | Tokenized():
+        case records.Document() | records.Tokenized():
             return []
         case _:
             raise AssertionError(f"unknown kind of row {row!r}")
 
 
-def _messages(row: Conversation | Preference | Feedback) -> tuple[Message, ...]:
+def _messages(row: records.Conversation | records.Preference | records.Feedback) -> tuple[records.Message, ...]:
     """The row's messages; of two continuations the longer one, for both are numbered on from the prompt."""
     match row:
-        case Conversation():
+        case records.Conversation():
             return row.messages
-        case Preference():
+        case records.Preference():
             return (*row.prompt, *max(row.chosen, row.rejected, key=len))
-        case Feedback():
+        case records.Feedback():
             return (*row.prompt, *row.completion)
 
 
-def name_owners(pieces: Sequence[Piece], speakers: Sequence[Speaker], *, special: Collection[str]) -> list[TokenOrigin]:
+def name_owners(
+    pieces: Sequence[records.Piece], speakers: Sequence[Speaker], *, special: Collection[str]
+) -> list[TokenOrigin]:
     """The owner of each token, given the piece of each token in the order of the text.
 
     ``special`` are the tokens that can end a turn.
@@ -271,41 +259,43 @@ def name_owners(pieces: Sequence[Piece], speakers: Sequence[Speaker], *, special
     return owners
 
 
-def _prompts(pieces: Sequence[Piece]) -> set[int]:
+def _prompts(pieces: Sequence[records.Piece]) -> set[int]:
     """Places of the template's own text that lies right before what the model emits, in the same message."""
     prompts: set[int] = set()
     for place in range(len(pieces) - 1, 0, -1):
         piece, before = pieces[place], pieces[place - 1]
         opens_turn = place in prompts or _by_model(piece)
         same_message = piece.message is not None and piece.message == before.message
-        is_scaffold = isinstance(before, ControlPiece) or (isinstance(before, TextPiece) and before.field is None)
+        is_scaffold = isinstance(before, records.ControlPiece) or (
+            isinstance(before, records.TextPiece) and before.field is None
+        )
         if opens_turn and same_message and is_scaffold and not _by_model(before):
             prompts.add(place - 1)
     return prompts
 
 
-def _is_stop(piece: Piece, follows: Piece | None, special: Collection[str]) -> bool:
+def _is_stop(piece: records.Piece, follows: records.Piece | None, special: Collection[str]) -> bool:
     ends_turn = follows is None or not _by_model(follows) or follows.message != piece.message
-    return isinstance(piece, ControlPiece) and piece.by_model and piece.token in special and ends_turn
+    return isinstance(piece, records.ControlPiece) and piece.by_model and piece.token in special and ends_turn
 
 
-def _by_model(piece: Piece) -> bool:
-    return isinstance(piece, ControlPiece | TextPiece) and piece.by_model
+def _by_model(piece: records.Piece) -> bool:
+    return isinstance(piece, records.ControlPiece | records.TextPiece) and piece.by_model
 
 
-def _field(piece: Piece) -> str:
+def _field(piece: records.Piece) -> str:
     match piece:
-        case MediaPiece():
+        case records.MediaPiece():
             return MEDIA
-        case TextPiece():
+        case records.TextPiece():
             return piece.field or TEMPLATE
-        case ControlPiece():
+        case records.ControlPiece():
             return TEMPLATE
         case _:
             raise AssertionError(f"unknown piece {piece!r}")
 
 
-def _owner(piece: Piece, field: str, speakers: Sequence[Speaker]) -> TokenOrigin:
+def _owner(piece: records.Piece, field: str, speakers: Sequence[Speaker]) -> TokenOrigin:
     if piece.message is None or piece.message >= len(speakers):
         return TokenOrigin(field=field)
     speaker = speakers[piece.message]

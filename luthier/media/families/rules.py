@@ -10,24 +10,8 @@ from numpy.typing import NDArray
 
 from luthier.media.families.family import Features, Measured, Options, Outputs, Processor, Rule, Settings
 from luthier.media.geometry import sounds as audio
+from luthier.media.geometry import videos
 from luthier.media.geometry.sounds import FRAMES_A_TOKEN
-from luthier.media.geometry.videos import (
-    canvas_grid,
-    chunked_patch_grid,
-    fixed_frames,
-    frame_grid,
-    frame_slices,
-    padded_frames,
-    plain_frame_grid,
-    pooled_grid,
-    segmented_grid,
-    shaped_frame_grid,
-    shared_area_grid,
-    soft_tokens,
-    tubelets,
-    volume_grid,
-    write_slices,
-)
 from luthier.media.processors.expansion import PICTURE_MARK
 
 
@@ -87,42 +71,44 @@ _FRAME_RATE, _MOST = {"fps": "fps"}, {"max_frames": "max_frames"}
 _NUMBER = {"max_frames": "num_frames"}
 
 # qwen2_vl, qwen2_5_vl, exaone4_5: do not sample unless they are told a rate
-FRAME_GRID = Rule(measure=frame_grid, options=_SIZE | _FRAME_RATE | _MOST, fold=4)
+FRAME_GRID = Rule(measure=videos.frame_grid, options=_SIZE | _FRAME_RATE | _MOST, fold=4)
 # qwen3_vl, qwen3_5, lfm3_vl: 2 frames a second unless told
-VOLUME_GRID = Rule(measure=volume_grid, options=_SIZE | _FRAME_RATE | _NUMBER, fold=4)
+VOLUME_GRID = Rule(measure=videos.volume_grid, options=_SIZE | _FRAME_RATE | _NUMBER, fold=4)
 # glm4v; glm46v chooses its rate itself, by duration
-TIMED_VOLUME_GRID = Rule(measure=volume_grid, options=_SIZE | _FRAME_RATE | _NUMBER, fold=4)
-DYNAMIC_VOLUME_GRID = Rule(measure=volume_grid, options=_SIZE | _NUMBER, fold=4)
+TIMED_VOLUME_GRID = Rule(measure=videos.volume_grid, options=_SIZE | _FRAME_RATE | _NUMBER, fold=4)
+DYNAMIC_VOLUME_GRID = Rule(measure=videos.volume_grid, options=_SIZE | _NUMBER, fold=4)
 # glm5_next
-CANVAS_GRID = Rule(measure=canvas_grid, options=_FRAME_RATE | _MOST, fold=4)
+CANVAS_GRID = Rule(measure=videos.canvas_grid, options=_FRAME_RATE | _MOST, fold=4)
 # ernie4_5_vl_moe
-PLAIN_FRAME_GRID = Rule(measure=plain_frame_grid, options=_SIZE | _FRAME_RATE | _MOST, fold=8)
+PLAIN_FRAME_GRID = Rule(measure=videos.plain_frame_grid, options=_SIZE | _FRAME_RATE | _MOST, fold=8)
 # video_llama_3
-SHARED_AREA_GRID = Rule(measure=shared_area_grid, options=_SIZE | _FRAME_RATE | _MOST, fold=4)
+SHARED_AREA_GRID = Rule(measure=videos.shared_area_grid, options=_SIZE | _FRAME_RATE | _MOST, fold=4)
 # kimi_k25
-CHUNKED_PATCH_GRID = Rule(measure=chunked_patch_grid, options=_FRAME_RATE | _NUMBER, fold=4)
+CHUNKED_PATCH_GRID = Rule(measure=videos.chunked_patch_grid, options=_FRAME_RATE | _NUMBER, fold=4)
 # muse_glimmer, muse_spark
-SHAPED_FRAME_GRID = Rule(measure=shaped_frame_grid, options=_FRAME_RATE | _NUMBER, fold=8)
+SHAPED_FRAME_GRID = Rule(measure=videos.shaped_frame_grid, options=_FRAME_RATE | _NUMBER, fold=8)
 # minimax_m3_vl
 SEGMENTED_GRID = Rule(
-    measure=segmented_grid,
+    measure=videos.segmented_grid,
     options={"video_min_pixels": "min_pixels", "video_max_pixels": "max_pixels"} | _FRAME_RATE | _NUMBER,
     fold=4,
 )
 # internvl
-FIXED_FRAMES = Rule(measure=fixed_frames, options=_FRAME_RATE | _NUMBER, fold=4)
+FIXED_FRAMES = Rule(measure=videos.fixed_frames, options=_FRAME_RATE | _NUMBER, fold=4)
 # llava_next_video, llava_onevision, video_llava
-STACKED_FRAMES = Rule(measure=fixed_frames, options=_FRAME_RATE | _NUMBER, stacked=True, fold=4)
+STACKED_FRAMES = Rule(measure=videos.fixed_frames, options=_FRAME_RATE | _NUMBER, stacked=True, fold=4)
 # smolvlm
-PADDED_FRAMES = Rule(measure=padded_frames, options=_FRAME_RATE | _NUMBER, fold=16)
+PADDED_FRAMES = Rule(measure=videos.padded_frames, options=_FRAME_RATE | _NUMBER, fold=16)
 # gemma4
-SOFT_TOKENS = Rule(measure=soft_tokens, options=_FRAME_RATE | _NUMBER, fold=9)
+SOFT_TOKENS = Rule(measure=videos.soft_tokens, options=_FRAME_RATE | _NUMBER, fold=9)
 # molmo2
-POOLED_GRID = Rule(measure=pooled_grid, options=_FRAME_RATE | _NUMBER, fold=9)
+POOLED_GRID = Rule(measure=videos.pooled_grid, options=_FRAME_RATE | _NUMBER, fold=9)
 # nemotron_h_omni
-TUBELETS = Rule(measure=tubelets, replace=_write_tubelets, options=_FRAME_RATE | _NUMBER, fold=8)
+TUBELETS = Rule(measure=videos.tubelets, replace=_write_tubelets, options=_FRAME_RATE | _NUMBER, fold=8)
 # minicpmv4_6, minicpmv4_7
-FRAME_SLICES = Rule(measure=frame_slices, replace=write_slices, options={"max_frames": "max_num_frames"}, fold=16)
+FRAME_SLICES = Rule(
+    measure=videos.frame_slices, replace=videos.write_slices, options={"max_frames": "max_num_frames"}, fold=16
+)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
+from luthier import records
 from luthier.config.inputs import LongAudio, MediaConfig
 from luthier.config.schema import ModelConfig
 from luthier.errors import ModelError, RowError
@@ -23,20 +24,6 @@ from luthier.media.files.probing import probe
 from luthier.media.geometry.videos import sampled_frames
 from luthier.media.processors.processor import PROCESSOR_FILES, MediaProcessor
 from luthier.presets import model_folder, model_names
-from luthier.records import (
-    Audio,
-    AudioHeader,
-    Conversation,
-    Document,
-    Feedback,
-    Media,
-    MediaHeader,
-    Message,
-    Part,
-    Preference,
-    Row,
-    VideoHeader,
-)
 from luthier.sources.origins import modelscope_folder
 
 PRESET = "preset:"
@@ -198,16 +185,18 @@ def own_template(processor: Processor) -> OwnTemplate:
 # Items decoded to what a processor takes of them.
 
 
-def decode_for(processor: MediaProcessor, media: Media, header: MediaHeader, access: MediaAccess) -> Decoded:
+def decode_for(
+    processor: MediaProcessor, media: records.Media, header: records.MediaHeader, access: MediaAccess
+) -> Decoded:
     """Of a video the frames that the processor would choose, and its sound if the run wants it; sound at its own rate.
 
     Raises `RowError` as `decode` does.
     """
     frames, hears = None, False
-    if isinstance(header, VideoHeader):
+    if isinstance(header, records.VideoHeader):
         frames = sampled_frames(processor.settings(MediaKind.VIDEO), header)
         hears = bool(access.config.use_audio_in_video) and header.audio is not None
-    heard = hears or isinstance(header, AudioHeader)
+    heard = hears or isinstance(header, records.AudioHeader)
     rate = int(processor.settings(MediaKind.AUDIO)["sampling_rate"]) if heard else None
     return decode(media, header, access, frame_indices=frames, sampling_rate=rate, with_audio=hears)
 
@@ -215,7 +204,7 @@ def decode_for(processor: MediaProcessor, media: Media, header: MediaHeader, acc
 # ---------------------------------------------------------------------------- sounds of more seconds than a model hears
 
 
-AnyRow = TypeVar("AnyRow", bound=Row)
+AnyRow = TypeVar("AnyRow", bound=records.Row)
 
 
 def split_long_sounds(row: AnyRow, processor: MediaProcessor | None, access: MediaAccess) -> AnyRow:
@@ -227,15 +216,15 @@ def split_long_sounds(row: AnyRow, processor: MediaProcessor | None, access: Med
     if access.config.long_audio is not LongAudio.SPLIT or processor is None:
         return row
 
-    def split(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-        if not any(isinstance(part, Audio) for part in parts):
+    def split(parts: tuple[records.Part, ...]) -> tuple[records.Part, ...]:
+        if not any(isinstance(part, records.Audio) for part in parts):
             return parts
         return tuple(one for part in parts for one in _windows(part, processor, access))
 
     return _with_parts(row, split)
 
 
-def windows(header: AudioHeader, most_seconds: float) -> list[tuple[int, int]]:
+def windows(header: records.AudioHeader, most_seconds: float) -> list[tuple[int, int]]:
     """A sound's samples as the fewest windows [start, end) of about equal length that last at most so many seconds.
 
     windows(65 s at 16 kHz, 30) -> [(0, 346666), (346666, 693333), (693333, 1040000)]
@@ -247,30 +236,30 @@ def windows(header: AudioHeader, most_seconds: float) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-def _windows(part: Part, processor: MediaProcessor, access: MediaAccess) -> list[Part]:
-    if not isinstance(part, Audio) or part.slots is not None or part.window is not None:
+def _windows(part: records.Part, processor: MediaProcessor, access: MediaAccess) -> list[records.Part]:
+    if not isinstance(part, records.Audio) or part.slots is not None or part.window is not None:
         return [part]
     try:
         header = probe(part, access)
     except RowError:
         return [part]
-    assert isinstance(header, AudioHeader), "the header of a sound"
+    assert isinstance(header, records.AudioHeader), "the header of a sound"
     heard = processor.cut_sound(header)
     return [part] if heard is None else [replace(part, window=window) for window in windows(header, heard)]
 
 
-def _with_parts(row: AnyRow, change: Callable[[tuple[Part, ...]], tuple[Part, ...]]) -> AnyRow:
-    def changed(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+def _with_parts(row: AnyRow, change: Callable[[tuple[records.Part, ...]], tuple[records.Part, ...]]) -> AnyRow:
+    def changed(messages: tuple[records.Message, ...]) -> tuple[records.Message, ...]:
         return tuple(replace(message, parts=change(message.parts)) for message in messages)
 
     match row:
-        case Conversation():
+        case records.Conversation():
             return replace(row, messages=changed(row.messages))
-        case Document():
+        case records.Document():
             return replace(row, parts=change(row.parts))
-        case Preference():
+        case records.Preference():
             return replace(row, prompt=changed(row.prompt), chosen=changed(row.chosen), rejected=changed(row.rejected))
-        case Feedback():
+        case records.Feedback():
             return replace(row, prompt=changed(row.prompt), completion=changed(row.completion))
         case _:
             return row

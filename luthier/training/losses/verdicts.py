@@ -15,25 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from luthier import objectives
 from luthier.collation import has_only_text, only_segments
 from luthier.config.objective import LOSSES
 from luthier.models.head_tap import Scored
 from luthier.models.passes import ModelPass
-from luthier.objectives import (
-    FeedbackBaselines,
-    FeedbackScores,
-    FeedbackSettings,
-    Measure,
-    Measures,
-    RunningMean,
-    SequenceScores,
-    TokenScores,
-    feedback_loss_sum,
-    feedback_settings,
-    kl_baseline,
-    kl_measure,
-    sequence_scores,
-)
 from luthier.objectives.measures import measure
 from luthier.records import Batch, Targets
 from luthier.training.losses.parts import ObjectiveParts, entropy_of, micro_loss, rewards_after, weights_of
@@ -49,7 +35,7 @@ def feedback_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> Bo
     losses = FeedbackLosses(
         forward=forward,
         name=objective.loss_name,
-        settings=feedback_settings(objective),
+        settings=objectives.feedback_settings(objective),
         reference=choose_reference(parts, forward, tell),
         num_sources=max(parts.num_sources),
     )
@@ -62,12 +48,12 @@ class FeedbackLosses:
 
     forward: ModelPass
     name: str
-    settings: FeedbackSettings
+    settings: objectives.FeedbackSettings
     reference: Reference
     num_sources: int = 1
-    _rewards: RunningMean = field(default_factory=RunningMean)
-    _baselines: FeedbackBaselines = field(default_factory=FeedbackBaselines)
-    _under_way: list[Measures] = field(default_factory=list)  # of the step
+    _rewards: objectives.RunningMean = field(default_factory=objectives.RunningMean)
+    _baselines: objectives.FeedbackBaselines = field(default_factory=objectives.FeedbackBaselines)
+    _under_way: list[objectives.Measures] = field(default_factory=list)  # of the step
     _ref_logps: deque[torch.Tensor] = field(default_factory=deque)  # [S], of the micro-batches that are still to come
 
     @property
@@ -82,16 +68,18 @@ class FeedbackLosses:
     def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
         """Estimate KL(policy, reference) over the whole step, or take the mean reward of the steps before."""
         if LOSSES.named(self.name).needs_delta:
-            self._baselines = FeedbackBaselines(delta=self._rewards.mean)
+            self._baselines = objectives.FeedbackBaselines(delta=self._rewards.mean)
         self._ref_logps = deque()
         if LOSSES[self.name].estimates_kl:
             totals = torch.zeros(2, dtype=torch.float64, device=self.forward.device)
             for batch in batches:
                 totals += self._kl(model, batch)
             total, count = reduce(totals)
-            self._baselines = FeedbackBaselines(kl=kl_baseline(Measure(total=total, count=count)))
+            self._baselines = objectives.FeedbackBaselines(
+                kl=objectives.kl_baseline(objectives.Measure(total=total, count=count))
+            )
 
-    def end_step(self, reduce: Reduce) -> Measures:
+    def end_step(self, reduce: Reduce) -> objectives.Measures:
         """Remember the step's rewards, where the loss compares with those of all steps."""
         if LOSSES.named(self.name).needs_delta:
             self._rewards = rewards_after(self._rewards, self._under_way, self.forward.device, reduce)
@@ -111,14 +99,14 @@ class FeedbackLosses:
         policy, scored, targets = self._policy(model, own, entropy=not torch.is_grad_enabled())
         anchor = scored.anchor
         own_R = [unit.segments[0] for unit in own.units]
-        scores = FeedbackScores(
+        scores = objectives.FeedbackScores(
             logps_R=policy.logps_S[own_R],
             ref_logps_R=ref_logps_R,
             desirable_R=torch.tensor([unit.verdict > 0 for unit in own.units], dtype=torch.bool, device=anchor.device),
             lengths_R=policy.lengths_S[own_R],
             weights_R=weights_of(own, anchor.device),
         )
-        found = feedback_loss_sum(scores, self.name, self.settings, self._baselines)
+        found = objectives.feedback_loss_sum(scores, self.name, self.settings, self._baselines)
         if LOSSES.named(self.name).needs_delta and torch.is_grad_enabled():
             self._under_way.append(found.measures)
         is_own_K = None
@@ -135,7 +123,7 @@ class FeedbackLosses:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """See `StepLosses`."""
         if "rewards" in state:
-            self._rewards = RunningMean.from_state(state["rewards"])
+            self._rewards = objectives.RunningMean.from_state(state["rewards"])
 
     def _kl(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """float64[2]: sum and count over the completions that belong to other prompts."""
@@ -146,7 +134,7 @@ class FeedbackLosses:
         with torch.no_grad():
             policy, *_ = self._policy(model, others)
         found_R = [unit.segments[-1] for unit in others.units] if drawn else []
-        found = kl_measure(policy.logps_S[found_R], ref_logps_S[drawn])
+        found = objectives.kl_measure(policy.logps_S[found_R], ref_logps_S[drawn])
         return torch.stack([found.total, found.count])
 
     def _only(self, batch: Batch, segments: Sequence[int]) -> Batch:
@@ -157,9 +145,9 @@ class FeedbackLosses:
 
     def _policy(
         self, model: nn.Module, batch: Batch, *, entropy: bool = False
-    ) -> tuple[SequenceScores, Scored[TokenScores], Targets]:
+    ) -> tuple[objectives.SequenceScores, Scored[objectives.TokenScores], Targets]:
         scored, targets = self.forward.token_scores(model, batch, entropy=entropy)
-        policy = sequence_scores(scored.scores.logps_K, targets.segments_K, batch.num_segments)
+        policy = objectives.sequence_scores(scored.scores.logps_K, targets.segments_K, batch.num_segments)
         return policy, scored, targets
 
     def _asked(self, batch: Batch) -> torch.Tensor:
@@ -167,7 +155,7 @@ class FeedbackLosses:
             return torch.zeros(batch.num_segments, device=self.forward.device)
         return self.reference.logps(batch)
 
-    def _judged(self, scores: FeedbackScores) -> Measures:
+    def _judged(self, scores: objectives.FeedbackScores) -> objectives.Measures:
         """The estimate; and whether good rows are above and bad rows below what they are compared with."""
         kl = self._baselines.kl
         ratios_R = scores.logps_R.detach() - scores.ref_logps_R - kl
