@@ -16,6 +16,7 @@ from rich.text import Text as Words
 
 from luthier.cli.output import JsonTarget, reporting
 from luthier.cli.pipeline import Overrides
+from luthier.cli.prediction import EngineUrl, ServedModel
 from luthier.errors import RowError, UserError
 from luthier.records import Media, Message, Text, ToolCall
 from luthier.writing import counted
@@ -65,6 +66,8 @@ def chat(  # noqa: PLR0913
     audio: Sounds = None,
     video: Videos = None,
     show_tokens: ShowTokens = False,
+    engine: EngineUrl = None,
+    model: ServedModel = None,
     json: JsonTarget = None,
 ) -> None:
     """Talk with a trained run, or with any model.
@@ -87,7 +90,12 @@ def chat(  # noqa: PLR0913
             opened = with_thinking(opened, on=thinking is OnOff.ON)
         given = {"image": image, "audio": audio, "video": video}
         media = [media_part(kind, path) for kind, paths in given.items() for path in paths or ()]
-        with Dialogue(run=opened, tools=declared, system=system) as dialogue:
+        session = None
+        if engine is not None:
+            from luthier.engines.http import server_engine
+
+            session = server_engine(engine, opened.encoder.tokenizer, model).session()
+        with Dialogue(run=opened, tools=declared, system=system, session=session) as dialogue:
             talk = _Talk(dialogue, output.console, waiting=media, show_tokens=show_tokens)
             talk.run(_typed if sys.stdin.isatty() else _piped)
             answers = [

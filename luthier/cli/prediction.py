@@ -40,6 +40,10 @@ EngineUrl = Annotated[
         help="A server of this model (vLLM, SGLang, llama.cpp, luthier serve) answers; token: $LUTHIER_SERVER_TOKEN.",
     ),
 ]
+ServedModel = Annotated[
+    str | None,
+    typer.Option("--model", metavar="NAME", help="With --engine: the server's name of this model or adapter."),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace another prediction that is in the folder.")]
 
 
@@ -65,6 +69,7 @@ def predict(  # noqa: PLR0913
     turns: TurnsChoice = WhichTurns.LAST,
     metrics: Metrics = None,
     engine: EngineUrl = None,
+    model: ServedModel = None,
     overwrite: Overwrite = False,
     json: JsonTarget = None,
 ) -> None:
@@ -109,6 +114,7 @@ def predict(  # noqa: PLR0913
             turns=turns.value,
             metrics=None if not metrics else [name for text in metrics for name in names_in(text)],
             overwrite=overwrite,
+            model=model,
         )
         found = predict_rows(run, options, overrides=overrides or (), engine=engine, on_progress=progressed)
         console.print(_summary(found.metrics), highlight=False)

@@ -5,6 +5,7 @@ their log-probabilities come back, so that no template and no tokenizer of the s
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +21,7 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines import pool
 from luthier.engines.delivered import is_adapter
 from luthier.engines.engine import Completion, Finish, Ids, Refusal, Request, WeightsName
-from luthier.engines.json_client import JsonClient, ServerRefused, ServerWrong
+from luthier.engines.json_client import SERVER_TOKEN, JsonClient, ServerRefused, ServerWrong, token_from
 from luthier.engines.next_tokens import BatchRow
 from luthier.engines.pool import SamplerPool, StaleWeights
 from luthier.errors import UserError
@@ -68,11 +69,21 @@ class HttpSampler:
 
     What an answer ends with is decided here, by the tokens: a server that knows fewer stop tokens only works longer.
     Log-probabilities are those that the server tells; SGLang's are of the distribution that was drawn from, with its
-    temperature. ``vocabulary`` is how many ids the model has, where that is known.
+    temperature. ``vocabulary`` is how many ids the model has, where that is known. ``served_as`` is the name of the
+    model or adapter that is asked; None: the first that the server lists, or, if ``is_alone``, the only one.
     """
 
-    def __init__(self, client: JsonClient, tokenizer: Tokenizer, *, vocabulary: int | None = None) -> None:
+    def __init__(
+        self,
+        client: JsonClient,
+        tokenizer: Tokenizer,
+        *,
+        vocabulary: int | None = None,
+        served_as: str | None = None,
+        is_alone: bool = False,
+    ) -> None:
         self.client, self.tokenizer, self.vocabulary = client, tokenizer, vocabulary
+        self.served_as, self.is_alone = served_as, is_alone
         self.weights: WeightsName | None = None  # those that it is to answer by
         self._adapter: str | None = None  # the name that it calls them by, where they are an adapter's
         self._before: str | None = None
@@ -84,7 +95,14 @@ class HttpSampler:
 
     @cached_property
     def _model(self) -> Mapping[str, object]:
-        return self.client.first_model()
+        listed = {str(model.get("id")): model for model in self.client.models()}
+        if self.served_as is None and (not self.is_alone or len(listed) < 2):
+            return next(iter(listed.values()), {})
+        if self.served_as not in listed:
+            which = "several models" if self.served_as is None else f"no model {self.served_as}"
+            hint = f"say which is this run's: --model, one of {', '.join(listed)}"
+            raise UserError(f"{self.client.url} serves {which}", hint=hint if listed else "leave --model away")
+        return listed[self.served_as]
 
     @cached_property
     def route(self) -> AnswerRoute:
@@ -349,7 +367,7 @@ class HttpEngine(SamplerPool):
     """Answers prompts by a server at ``url``, ``batch_size`` of them at a time, as `HttpSampler` says.
 
     A question that fails on the way, finds the server busy, or is answered with what is no answer, is asked up to four
-    times.
+    times. ``model`` is the name under which the model is served, or an adapter on it, where the server has several.
     """
 
     def __init__(
@@ -360,12 +378,20 @@ class HttpEngine(SamplerPool):
         token: str | None = None,
         batch_size: int = 16,
         timeout: float = TIMEOUT,
+        model: str | None = None,
     ) -> None:
         """Nothing is sent yet. Raises `UserError` for what is no http address, and for a token that would travel
         unencrypted."""
         options = {"option": "--engine", "token_option": "--token-env", "refused": _HINT}
         self.client = JsonClient(url, timeout=timeout, token=token, **options)
-        super().__init__([HttpSampler(self.client, tokenizer)], at_once=batch_size, pauses=pool.PAUSES)
+        sampler = HttpSampler(self.client, tokenizer, served_as=model, is_alone=True)
+        super().__init__([sampler], at_once=batch_size, pauses=pool.PAUSES)
+
+
+def server_engine(url: str, tokenizer: Tokenizer, model: str | None) -> HttpEngine:
+    """What asks a server, with the token in the environment, where there is one. Raises `UserError` as `HttpEngine`."""
+    token = token_from(SERVER_TOKEN) if SERVER_TOKEN in os.environ else None
+    return HttpEngine(url, tokenizer, token=token, model=model)
 
 
 def _is_logprob(value: object) -> bool:

@@ -96,16 +96,19 @@ class JsonClient:
         with suppress(ServerWrong):
             self.post(path, body)
 
-    def first_model(self) -> dict[str, object]:
-        """What the server lists first under ``/v1/models``; {} where it lists nothing."""
+    def models(self) -> list[dict[str, object]]:
+        """What the server lists under ``/v1/models``."""
         try:
             models = self.get("/v1/models").get("data")
         except ServerRefused as refusal:
             if refusal.status in (401, 403):
                 raise
-            return {}
-        found = [model for model in models if isinstance(model, dict)] if isinstance(models, list) else []
-        return found[0] if found else {}
+            return []
+        return [model for model in models if isinstance(model, dict)] if isinstance(models, list) else []
+
+    def first_model(self) -> dict[str, object]:
+        """What the server lists first; {} where it lists nothing."""
+        return next(iter(self.models()), {})
 
     def _ask(self, request: _TimedRequest) -> dict[str, object]:
         try:

@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event, Lock, Thread
 from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.engines.engine import Completion, Ids, Refusal, Request, WeightsName
+from luthier.engines.engine import Completion, Ids, NewTokens, OnTokens, Refusal, Request, WeightsName
 from luthier.engines.json_client import ServerRefused, ServerUnreachable, ServerWrong
-from luthier.errors import SamplerLost, UserError
+from luthier.errors import LuthierError, SamplerLost, UserError
 from luthier.records import MediaItem
 from luthier.writing import counted
 
@@ -101,6 +101,10 @@ class SamplerPool:
             raise UserError("a server is asked by ids, which say nothing of media", hint="leave --engine away")
         return self._patiently(lambda sampler: sampler.score(ids, start))
 
+    def session(self) -> PoolSession:
+        """A `Session` whose answers are told when they are whole."""
+        return PoolSession(self)
+
     def deliver(self, weights: WeightsName, folder: Path) -> None:
         """Give all samplers the weights in a folder, at once. Raises `SamplerLost` with what one says."""
         self.expect(weights, folder)
@@ -171,6 +175,62 @@ class SamplerPool:
         finally:
             with self._lock:
                 self._busy[number] -= 1
+
+
+class PoolSession:
+    """A `Session` over a `SamplerPool`: each request has a thread, and is told at once. What fails is told as a
+    `Refusal` whose reason is ``engine_failed``."""
+
+    def __init__(self, pool: SamplerPool) -> None:
+        self._pool, self._lock, self._running = pool, Lock(), dict[int, Event]()
+
+    def submit(self, request: Request, on_tokens: OnTokens) -> None:
+        """See `Session`. Raises `ValueError` for a key that is in use."""
+        over = Event()
+        with self._lock:
+            if request.key in self._running:
+                raise ValueError(f"request {request.key} is being answered: no other of that key can begin")
+            self._running[request.key] = over
+        Thread(target=self._answer, args=(request, on_tokens, over), name="luthier-request", daemon=True).start()
+
+    def cancel(self, key: int) -> None:
+        """See `Session`. The sampler may go on for a while."""
+        with self._lock:
+            over = self._running.pop(key, None)
+        if over is not None:
+            over.set()
+
+    def close(self) -> None:
+        """See `Session`; threads that still wait for an answer tell nothing of it."""
+        for key in list(self._running):
+            self.cancel(key)
+
+    def _answer(self, request: Request, on_tokens: OnTokens, over: Event) -> None:
+        told: list[NewTokens | Refusal] = []
+        try:
+            told += [_whole(answer) for answer in self._pool.generate([request])]
+        except LuthierError as error:
+            told.append(Refusal(key=request.key, reason="engine_failed", detail=str(error)))
+        with self._lock:
+            is_wanted = not over.is_set()
+            self._running.pop(request.key, None)
+        for one in told if is_wanted else ():
+            on_tokens(one)
+
+
+def _whole(answer: Completion | Refusal) -> NewTokens | Refusal:
+    if isinstance(answer, Refusal):
+        return answer
+    none = np.zeros((len(answer.ids), 0), np.int32)
+    return NewTokens(
+        key=answer.key,
+        sample=answer.sample,
+        ids=answer.ids,
+        logprobs=answer.logprobs,
+        top_ids=none,
+        top_logprobs=none.astype(np.float32),
+        finish=answer.finish,
+    )
 
 
 def _parts(request: Request, unit: int) -> Iterator[Request]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from luthier.encoding.interface import as_prompt
 from luthier.encoding.replies import ReplyReader
-from luthier.engines.engine import Finish, NewTokens, Refusal, Request, before_stop
+from luthier.engines.engine import Finish, NewTokens, Refusal, Request, Session, before_stop
 from luthier.errors import ModelError, RowError, UserError
 from luthier.prediction.trained_run import TrainedRun
 from luthier.records import Audio, Conversation, Image, Message, Text, ToolCall, Video
@@ -45,6 +45,7 @@ class DialogueAnswer:
 @dataclass(kw_only=True, eq=False)
 class Dialogue:
     """The messages so far, and the model that answers them. Use it in a ``with`` block, which ends its thread.
+    ``session`` answers in place of the run's own model.
 
     Raises `TemplateError` where tools are given whose calls cannot be read back under the run's chat template.
     """
@@ -53,10 +54,11 @@ class Dialogue:
     tools: Sequence[Mapping[str, Any]] = ()
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
+    session: Session | None = None
 
     def __post_init__(self) -> None:
         self._reader(np.zeros(0, dtype=np.int32))
-        self._session = self.run.engine(batch_size=1).session()
+        self._session = self.session or self.run.engine(batch_size=1).session()
         self._keys = count()
 
     def __enter__(self) -> Self:

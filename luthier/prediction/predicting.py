@@ -11,7 +11,6 @@ OUT/metrics.json            how good they are
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +29,7 @@ from luthier.config.choices import RowKind
 from luthier.config.schema import SourceConfig
 from luthier.encoding.interface import as_prompt
 from luthier.engines.engine import Completion, Engine, Refusal
-from luthier.engines.http import HttpEngine
-from luthier.engines.json_client import SERVER_TOKEN, token_from
+from luthier.engines.http import server_engine
 from luthier.engines.judge import AnswerScorer
 from luthier.errors import RowError, UserError
 from luthier.loader.settings import load_rows
@@ -114,6 +112,7 @@ class PredictOptions:
     turns      the last answer of each row, or every answer that training would learn
     metrics    names of metrics; None: all that need no argument and whose packages are installed
     overwrite  replace another prediction that ``out`` holds
+    model      the name under which a server has the run; None: the only one that it lists
     """
 
     data: str | Path | None = None
@@ -122,6 +121,7 @@ class PredictOptions:
     turns: Turns = "last"
     metrics: Sequence[str] | None = None
     overwrite: bool = False
+    model: str | None = None
 
 
 def predict(
@@ -146,8 +146,7 @@ def predict(
     data, samples = options.data, options.samples
     opened = open_run(Path(run).expanduser(), overrides)
     if isinstance(engine, str):
-        token = token_from(SERVER_TOKEN) if SERVER_TOKEN in os.environ else None
-        engine = HttpEngine(engine, opened.encoder.tokenizer, token=token)
+        engine = server_engine(engine, opened.encoder.tokenizer, options.model)
     chosen, absent = chosen_metrics(options.metrics)
     judge = AnswerScorer(opened.config.judge) if asks_judge(opened.config.judge, options.metrics) else None
     settings = opened.settings

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -36,11 +38,12 @@ class StandIn:
 
     def __init__(self, model: Any, owner: str) -> None:
         self.engine, self.owner, self.seen = LocalEngine(model, TOKENIZER), owner, list[Json]()
+        self.names = ["tiny"]
         self.trouble: list[tuple[int, object]] = []  # what the next questions are answered with
 
     def __call__(self, path: str, body: Json | None) -> tuple[int, object]:
         if path == "/v1/models":
-            return 200, {"data": [{"id": "tiny", "owned_by": self.owner}]}
+            return 200, {"data": [{"id": name, "owned_by": self.owner} for name in self.names]}
         assert body is not None
         self.seen.append(body)
         if self.trouble:
@@ -65,7 +68,7 @@ class StandIn:
             "model", "prompt", "max_tokens", "logprobs", "return_token_ids", "stop_token_ids", "temperature", "top_p",
             "top_k", "min_p", "repetition_penalty", "stop", "seed", "echo",
         }  # fmt: skip
-        assert set(body) <= known and body["model"] == "tiny"
+        assert set(body) <= known and body["model"] in self.names
         found = self.completion(body["prompt"], body, body["max_tokens"])
         logprobs = found.logprobs.tolist()
         if body.get("echo"):
@@ -148,6 +151,47 @@ def test_a_server_that_is_busy_is_asked_again_and_a_wrong_question_is_refused(
             with pytest.raises(SamplerLost) as caught:
                 list(engine.generate(requests(1)))
             assert ("3 times" in caught.value.message) == (tries == 3) and not stand_in.trouble
+
+
+def test_a_server_of_several_models_is_asked_by_the_name_of_one(model: Any) -> None:
+    stand_in = StandIn(model, "vllm")
+    stand_in.names = ["base", "tuned"]
+    with served_json(stand_in) as url:
+        for name in (None, "another"):
+            with pytest.raises(UserError, match="base, tuned"):
+                list(HttpEngine(url, TOKENIZER, model=name).generate(requests(1)))
+        assert not stand_in.seen
+        list(HttpEngine(url, TOKENIZER, model="tuned").generate(requests(1)))
+    assert [body["model"] for body in stand_in.seen] == ["tuned"]
+
+
+def test_a_session_over_a_server_tells_whole_answers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("luthier.engines.pool.PAUSES", ())
+    told, asked = SimpleQueue[Any](), requests(2)
+    stand_in = StandIn(model, "vllm")
+    with served_json(stand_in) as url:
+        session = HttpEngine(url, TOKENIZER).session()
+        session.submit(asked[0], told.put)
+        found = told.get(timeout=30)
+        assert found.ids.tolist() == answers(model, asked)[0, 0].ids.tolist() and found.finish is not None
+        stand_in.trouble = [(503, {})]
+        session.submit(asked[0], told.put)  # its key is free again
+        assert told.get(timeout=30).reason == "engine_failed"
+        begun, go_on = Event(), Event()
+
+        def slow(body: Json) -> Json:
+            begun.set()
+            go_on.wait(30)
+            return {}
+
+        monkeypatch.setattr(stand_in, "vllm", slow)
+        session.submit(asked[1], told.put)
+        with pytest.raises(ValueError, match="being answered"):
+            session.submit(asked[1], told.put)
+        assert begun.wait(30)
+        session.close()
+        go_on.set()
+    assert told.empty()
 
 
 def test_what_a_server_is_not_asked_for_is_refused(model: Any) -> None:

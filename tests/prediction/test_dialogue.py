@@ -134,6 +134,23 @@ def test_lines_of_a_pipe_are_answered_one_by_one_behind_the_prompts_of_training(
     assert isinstance(told["answers"], list) and told["answers"][1]["prompt_ids"] == prompt.input_ids.tolist()
 
 
+def test_a_server_answers_in_place_of_the_run(
+    piped: Piped, scripted: Scripted, says: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def engine(url: str, tokenizer: luthier.Tokenizer, model: str | None) -> Scripted:
+        asked.append((url, model))
+        return scripted
+
+    monkeypatch.setattr("luthier.engines.http.server_engine", engine)
+    monkeypatch.setattr(Scripted, "engine", None)
+    scripted.replies.append(says(Text(text="North.")))
+    told = piped("Which way?", options=["--engine", "http://localhost:1", "--model", "tuned"])
+    assert asked == [("http://localhost:1", "tuned")]
+    assert isinstance(told["messages"], list) and told["messages"][-1]["content"] == "North."
+
+
 def test_a_saved_conversation_is_a_training_row_with_thoughts_calls_and_results(
     piped: Piped, scripted: Scripted, says: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
