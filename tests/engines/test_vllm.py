@@ -24,7 +24,7 @@ from luthier.check.verify.server import TokenServer
 from luthier.errors import UserError
 from luthier.presets.skills import skills_rows
 
-READY_IN = 300.0  # seconds
+READY_IN = 600.0  # seconds
 FLAGS = (
     *("--dtype", "float32", "--max-model-len", "512", "--host", "127.0.0.1", "--enforce-eager", "--enable-lora"),
     *("--logprobs-mode", "processed_logprobs", "--chat-template-content-format", "string"),
