@@ -23,7 +23,7 @@ from luthier.training.report.drawn_answers import (
     logged_steps,
     read_groups,
 )
-from luthier.training.report.report import Report, write_report
+from luthier.training.report.report import Report, summary, write_report
 from luthier.training.report.result import RunResult
 
 LINE = {"row": "rows.jsonl:7", "prompt": "Which?", "expected": "this", "finish": "stop", "ids": [5, 6, 2]}
@@ -119,6 +119,10 @@ def test_a_run_leaves_curves_and_answers_in_its_report(
     assert (
         f"<span>reward</span><strong>{last:.4g}</strong><small>from {first:.4g}" in page and "<title>tokens 6:" in page
     )
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(summary(Report(result=run), []))
+    assert f"{first:.4g} → {last:.4g}" in captured.get()
     assert min(losses(run)) < 0 and "logarithmic axis" not in page
     titles = ("reward", "finished", "tokens of an answer", "entropy", "gap of sampler and trainer")
     for title in titles:

@@ -186,8 +186,12 @@ def duration(seconds: float) -> str:
 def _facts(report: Report) -> list[tuple[str, RenderableType]]:
     result = report.result
     facts: list[tuple[str, RenderableType]] = []
-    if result.steps:
-        losses = [step.loss for step in result.steps]
+    means, losses = _mean_rewards(result), [step.loss for step in result.steps]
+    if means is not None:
+        told = Text.assemble(f"{means[0]:.4g} → ", (f"{means[1]:.4g}", "bold"))
+        told.append(f"   {sparkline(_rewards(result))}", "cyan").append("   means of a tenth of the steps", "dim")
+        facts.append(("reward", told))
+    elif losses:
         curve = (f"   {sparkline(losses)}", "cyan")
         facts.append(("loss", Text.assemble(f"{losses[0]:.3f} → ", (f"{losses[-1]:.3f}", "bold"), curve)))
     if result.evals:
@@ -329,7 +333,7 @@ def report_page(result: RunResult, told: Mapping[str, object], *, sample: Markup
     environment.filters["share"] = lambda number: f"{number:.1%}"
     environment.filters["short"] = lambda number: f"{number:.4g}"
     environment.filters["time"] = _time
-    drawn = answers_of_run(result.path) if _has_rewards(result) else None
+    drawn = answers_of_run(result.path) if _rewards(result) else None
     return environment.get_template("report.html.jinja").render(
         result=result,
         told=told,
@@ -402,7 +406,7 @@ def _measure_charts(result: RunResult) -> list[Chart]:
 
 def _drawn_charts(result: RunResult) -> list[Chart]:
     """What is measured of answers that the run drew; of rewards the sum, and each where there are several."""
-    if not _has_rewards(result):
+    if not _rewards(result):
         return []
     names = {name for step in result.steps for name in step.measures}
     each = sorted(name for name in names if name.startswith("reward/"))
@@ -418,19 +422,19 @@ def _drawn_charts(result: RunResult) -> list[Chart]:
     return [one for one in charts if one is not None]
 
 
-def _has_rewards(result: RunResult) -> bool:
-    return any("reward" in step.measures for step in result.steps)
-
-
 def _reward_over_length(drawn: AnswersOfRun) -> Chart | None:
     lengths, rewards = [length for length, _ in drawn.points], [reward for _, reward in drawn.points]
     curve = Curve(name="", look="point", steps=lengths, values=rewards, dots=True)
     return chart("reward over tokens of the answer", [curve], width=380, height=190, over="tokens")
 
 
+def _rewards(result: RunResult) -> list[float]:
+    return [step.measures["reward"] for step in result.steps if "reward" in step.measures]
+
+
 def _mean_rewards(result: RunResult) -> tuple[float, float] | None:
     """Of the first and the last tenth of the steps. The losses of ``rl`` are around 0 however much is learned."""
-    rewards = [step.measures["reward"] for step in result.steps if "reward" in step.measures]
+    rewards = _rewards(result)
     part = max(1, round(len(rewards) / 10))
     return (fmean(rewards[:part]), fmean(rewards[-part:])) if rewards else None
 
