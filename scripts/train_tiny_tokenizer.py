@@ -38,8 +38,14 @@ CONTROL_TOKENS = (
 )  # fmt: skip
 MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
-# Words with the space before them, single digits, runs of signs, line ends, spaces.
-WORD_PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Words with the space before them, single digits, runs of signs, line ends, spaces: the vocabulary is learned in these,
+# so that no token joins a sign with a letter.
+LEARNED_PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Texts are cut as Qwen2's tokenizer cuts them, which llama.cpp knows by the name "qwen2". With this vocabulary the ids
+# differ only where a quoted word begins like the end of a contraction (as in 'there'), or at spaces between line ends.
+WORD_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 PROSE = """
 The valley has five villages, and a road that takes a day to walk from end to end. In the morning the bakers are up
@@ -156,12 +162,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 def train_tokenizer(vocab_size: int, texts: Iterable[str]) -> Tokenizer:
     """A byte-level BPE of exactly ``vocab_size`` ids, added tokens included, that can spell any text."""
     tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = _words_by(LEARNED_PATTERN)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
         vocab_size=vocab_size - len(CONTROL_TOKENS) - len(MARKUP_TOKENS),
@@ -169,11 +170,21 @@ def train_tokenizer(vocab_size: int, texts: Iterable[str]) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = _words_by(WORD_PATTERN)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in CONTROL_TOKENS])
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in MARKUP_TOKENS])
     if tokenizer.get_vocab_size() != vocab_size:
         raise SystemExit(f"{tokenizer.get_vocab_size()} ids were learned, {vocab_size} are wanted: give it more text")
     return tokenizer
+
+
+def _words_by(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
 
 
 def tokenizer_config() -> dict[str, Any]:

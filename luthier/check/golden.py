@@ -95,6 +95,7 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     template_sha256  of the chat template's text; "" where there is none
     stops            ids that end an answer
     special_ids      special tokens by their role, with their ids: ``{"eos_token": 2}``
+    texts            texts and their ids without any template, of a tokenizer that stands under another's name
     files            every other file of the folder
     """
 
@@ -112,6 +113,7 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     contexts: list[GoldenContext]
     quantization: str = ""
     pictures: list[GoldenPictures] = []
+    texts: dict[str, list[int]] = {}
     files: dict[str, WrittenFile] = {}
     notes: list[str] = []
 

@@ -409,6 +409,9 @@ class ExportConfig(Section):
     """Type of the weights in a GGUF file."""
     llama_cpp: PathLike | None = None
     """A clone of llama.cpp with its converter. Default: the converter is fetched once, by pip."""
+    pre_tokenizer: NonEmpty | None = None
+    """llama.cpp's name for the way in which the tokenizer cuts texts into words (``qwen2``, ``llama-bpe`` …), for
+    a GGUF file. Default: the name by which its converter knows it, or the one that fits ``tokenizer.json``."""
     modelfile: bool = False
     """Write a Modelfile for Ollama beside a GGUF file ([export.md](export.md#ollama))."""
     push: NonEmpty | None = None
@@ -422,6 +425,8 @@ class ExportConfig(Section):
             raise ValueError(f"quantize: {self.quantize} is for format hf; a GGUF file has outtype: q8_0 instead")
         if self.modelfile and self.format != "gguf":
             raise ValueError("modelfile: Ollama reads GGUF files; set format: gguf")
+        if self.pre_tokenizer is not None and self.format != "gguf":
+            raise ValueError("pre_tokenizer is written into GGUF files alone; set format: gguf")
         return self
 
 

@@ -21,11 +21,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.check.golden import GoldenContext, Parity, served_otherwise
+from luthier.check.golden import GoldenContext, Parity, first_difference, served_otherwise
 from luthier.check.verify.server import TokenServer
+from luthier.config.schema import ExportConfig
 from luthier.errors import ModelError, UserError, install_hint
+from luthier.export import pre_tokenizers
 from luthier.export.checks import ExportCheck, ExportProof, ExportResult, check_result
 from luthier.export.llama_server import CONTEXT, llama_server
+from luthier.export.pre_tokenizers import USED, known_name
 from luthier.export.proof import HeldContext, compared, hold, template_digest
 from luthier.writing import counted, rename
 
@@ -91,19 +94,26 @@ def _unpack(archive: Path, folder: Path) -> None:
                 tar.extract(member, folder, filter="data")
 
 
-def convert(folder: Path, target: Path, outtype: str, converter: Path) -> None:
-    """Write ``target`` of an exported folder. Raises `ModelError` for a model that the converter does not take."""
-    command = [sys.executable, str(converter / SCRIPT), str(folder), "--outfile", str(target), "--outtype", outtype]
+def convert(folder: Path, target: Path, section: ExportConfig, converter: Path) -> str | None:
+    """Write ``target`` of an exported folder. The name by which llama.cpp was told to cut texts, where the converter
+    does not know the tokenizer. Raises `ModelError` for a model that the converter does not take."""
+    script, name = str(converter / SCRIPT), section.pre_tokenizer or known_name(folder)
+    arguments = [str(folder), "--outfile", str(target), "--outtype", section.outtype]
+    command = [sys.executable, script, *arguments]
+    if name is not None:
+        when = "unknown" if section.pre_tokenizer is None else "always"
+        command = [sys.executable, "-m", pre_tokenizers.__name__, script, name, when, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_TIMEOUT, check=False)
     except subprocess.TimeoutExpired as error:
         raise ModelError(f"llama.cpp's converter is not done in {CONVERT_TIMEOUT:g} s") from error
     if done.returncode or not target.is_file():
         said = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        raise ModelError(
-            f"llama.cpp's converter does not take this model: {said[:300]}",
-            hint="export it without --format gguf, or name a newer llama.cpp with --llama-cpp DIR",
-        )
+        hint = "export it without --format gguf, or name a newer llama.cpp with --llama-cpp DIR"
+        if "pre-tokenizer" in said:
+            hint = "say how llama.cpp is to cut texts into words, by its name for it: export.pre_tokenizer=NAME"
+        raise ModelError(f"llama.cpp's converter does not take this model: {said[:300]}", hint=hint)
+    return name if f"{USED} {name}" in done.stdout.splitlines() else None
 
 
 def check_installed() -> None:
@@ -126,21 +136,32 @@ def prove_gguf(model: Path, parity: Parity) -> ExportProof:
 
 def _results(url: str, model: Path, parity: Parity) -> list[ExportResult]:
     results = [check_result(ExportCheck.LOADS, f"{model.name} by llama.cpp", [])]
-    found = template_digest(str(_ask(url, "/props", None).get("chat_template", "")))
-    faults = [] if found == parity.template_sha256 else [(model.name, "the chat template is not the one of training")]
+    text = str(_ask(url, "/props", None).get("chat_template", ""))
+    same = parity.template_sha256 in (
+        template_digest(text),
+        template_digest(f"{text}\n"),
+    )  # Jinja drops a last line end
+    faults = [] if same else [(model.name, "the chat template is not the one of training")]
     results.append(check_result(ExportCheck.TEMPLATE, "the chat template in the file", faults))
     if parity.prompts:
         served = served_otherwise(parity, TokenServer(url, timeout=ANSWER_TIMEOUT))
         results.append(check_result(ExportCheck.TOKENS, f"{counted(len(parity.prompts), 'prompt')} as served", served))
-    held = [_held(url, golden, parity) for golden in parity.contexts if len(golden.ids) < CONTEXT]
+    for text, ids in parity.texts.items():
+        asked = {"content": text, "add_special": False, "parse_special": False}
+        found = [int(number) for number in _ask(url, "/tokenize", asked).get("tokens", [])]
+        faults = [] if found == ids else [("a text of many scripts", first_difference(found, ids))]
+        told = f"{counted(len(ids), 'id')} of a text, as the tokenizer cuts it into words"
+        results.append(check_result(ExportCheck.TOKENS, told, faults))
+    letter = [int(number) for number in _ask(url, "/tokenize", {"content": "a", "add_special": False})["tokens"]][-1]
+    held = [_held(url, golden, parity, letter) for golden in parity.contexts if len(golden.ids) < CONTEXT]
     of_rows, answers = ([one for one in held if one.is_answer is kind] for kind in (False, True))
     results.append(compared(ExportCheck.LOGPROBS, of_rows, parity.bound))
     results.append(compared(ExportCheck.ANSWERS, answers, parity.bound))
     return results
 
 
-def _held(url: str, golden: GoldenContext, parity: Parity) -> HeldContext:
-    found = [_told(url, golden.ids[:place]) for place in golden.places]
+def _held(url: str, golden: GoldenContext, parity: Parity, letter: int) -> HeldContext:
+    found = [_told(url, golden.ids[:place], letter) for place in golden.places]
     size = 1 + max(max(max(ids) for ids in golden.top_ids), *(max(told) for told in found))
     found_NV = np.empty((len(found), size), np.float32)
     for row, told in zip(found_NV, found, strict=True):
@@ -153,10 +174,17 @@ def _held(url: str, golden: GoldenContext, parity: Parity) -> HeldContext:
     return hold(golden, logprobs_of, found_NV, parity.bound)
 
 
-def _told(url: str, ids: list[int]) -> dict[int, float]:
-    """Log-probabilities of the likeliest tokens behind some ids."""
-    asked = {"prompt": ids, "n_predict": 1, "temperature": 0, "n_probs": NUM_TOLD, "post_sampling_probs": False}
-    told = _ask(url, "/completion", {**asked, "cache_prompt": True})
+def _told(url: str, ids: list[int], letter: int) -> dict[int, float]:
+    """Log-probabilities of the likeliest tokens behind some ids. llama.cpp is made to answer with a letter, which
+    changes nothing of what it tells: of a token that is half a character it tells nothing."""
+    asked: dict[str, Any] = {
+        "prompt": ids,
+        "n_predict": 1,
+        "temperature": 0,
+        "n_probs": NUM_TOLD,
+        "post_sampling_probs": False,
+    }
+    told = _ask(url, "/completion", {**asked, "cache_prompt": True, "logit_bias": [[letter, 1e9]]})
     try:
         return {int(one["id"]): float(one["logprob"]) for one in told["completion_probabilities"][0]["top_logprobs"]}
     except (KeyError, IndexError, TypeError, ValueError) as error:

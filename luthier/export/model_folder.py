@@ -32,6 +32,7 @@ from luthier.export.gguf import (
 )
 from luthier.export.ollama import MODELFILE, modelfile
 from luthier.export.pictures import golden_pictures
+from luthier.export.pre_tokenizers import PROBE
 from luthier.export.proof import prove, template_digest, weight_digests
 from luthier.export.pushing import check_push, push
 from luthier.export.quantizing import QUANTIZED_BOUNDS, QuantizedForm, check_torchao, quantize_folder, quantized_form
@@ -278,11 +279,16 @@ def _converted(
     proves, section = export.measured is not None, export.run.config.export
     export.tell("converting, and having llama.cpp load it" if proves else "converting")
     model, told = export.place / f"{export.folder.name}-{section.outtype}.gguf", list[str]()
-    convert(export.whole, model, section.outtype, converter)
+    name = convert(export.whole, model, section, converter)
+    tokenizer = AutoTokenizer.from_pretrained(str(export.whole), local_files_only=True)
     if section.modelfile:
-        tokenizer = AutoTokenizer.from_pretrained(str(export.whole), local_files_only=True)
         text, told = modelfile(model, parity, tokenizer, export.run.config.data.max_length)
         (export.place / MODELFILE).write_text(text, encoding="utf-8")
+    if name is not None:
+        told.append(
+            f"llama.cpp's converter does not know this tokenizer: the file says that it cuts texts as {name} does"
+        )
+        parity = msgspec.structs.replace(parity, texts={PROBE: tokenizer.encode(PROBE, add_special_tokens=False)})
     rename(export.whole / CARD, export.place / CARD)
     shutil.rmtree(export.whole)
     parity = msgspec.structs.replace(parity, notes=[*notes, *told])

@@ -7,23 +7,29 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import luthier
 from luthier import ExportCheck
 from luthier.check.golden import GoldenContext, Parity, read_parity
+from luthier.config.schema import ExportConfig
 from luthier.errors import ModelError, UserError
 from luthier.export import gguf, taken_down
 from luthier.export.bounds import BOUNDS
 from luthier.export.gguf import GGUF_BOUNDS, convert, converter_folder, prove_gguf
 from luthier.export.llama_server import llama_server
+from luthier.export.pre_tokenizers import PROBE, known_name
 from luthier.export.proof import template_digest
+from luthier.presets import model_folder, tokenizer_folder
 
+GGUF = partial(ExportConfig, format="gguf")
 TEMPLATE = "{{ messages }}"
 Told = dict[int, float]
 CONTEXT = GoldenContext(
@@ -72,8 +78,10 @@ def stub(answer: Callable[[list[int]], Told], template: str) -> Iterator[str]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/tokenize":
+                return self._answer({"tokens": [0]})
             told = [{"id": number, "logprob": value} for number, value in answer(body["prompt"]).items()]
-            self._answer({"completion_probabilities": [{"top_logprobs": told}]})
+            return self._answer({"completion_probabilities": [{"top_logprobs": told}]})
 
         def _answer(self, content: dict[str, Any]) -> None:
             data = json.dumps(content).encode()
@@ -132,8 +140,47 @@ def test_a_converter_that_is_none_or_that_fails_is_told(tmp_path: Path) -> None:
         converter_folder(tmp_path)
     script = tmp_path / gguf.SCRIPT
     script.write_text("raise NotImplementedError('an unknown model')\n", encoding="utf-8")
-    with pytest.raises(ModelError, match="an unknown model"):
-        convert(tmp_path, tmp_path / "out.gguf", "f32", converter_folder(tmp_path))
+    for named in ({}, {"pre_tokenizer": "qwen2"}):
+        with pytest.raises(ModelError, match="an unknown model"):
+            convert(tmp_path, tmp_path / "out.gguf", GGUF(**named), converter_folder(tmp_path))
+
+
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+DIGITS = {"type": "Digits", "individual_digits": True}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+
+
+def tokenizer_of(folder: Path, **changes: Any) -> Path:
+    spec = json.loads((tokenizer_folder("tiny") / "tokenizer.json").read_bytes())
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps({**spec, **changes}), encoding="utf-8")
+    return folder
+
+
+def sequence(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "pretokenizers": list(steps)}
+
+
+@pytest.mark.parametrize(("changes", "name"), [
+    ({}, "qwen2"),
+    ({"normalizer": {"type": "NFC"}}, "qwen2"),
+    ({"normalizer": {"type": "Lowercase"}}, None),
+    ({"pre_tokenizer": {**BYTES, "use_regex": True}}, "gpt-2"),
+    ({"pre_tokenizer": {**BYTES, "use_regex": True, "add_prefix_space": True}}, None),
+    ({"pre_tokenizer": sequence(DIGITS, {**BYTES, "use_regex": True})}, "smollm"),
+    ({"pre_tokenizer": sequence({**SPLIT, "pattern": {"Regex": r"\w+"}}, BYTES)}, None),
+    ({"pre_tokenizer": None}, None),
+    ({"model": {"type": "Unigram"}}, None),
+])  # fmt: skip
+def test_the_way_in_which_a_tokenizer_cuts_texts_has_a_name(
+    changes: dict[str, Any], name: str | None, tmp_path: Path
+) -> None:
+    assert known_name(tokenizer_of(tmp_path / "folder", **changes)) == name
+
+
+def test_a_pre_tokenizer_is_written_into_gguf_files_alone() -> None:
+    with pytest.raises(ValueError, match="format: gguf"):
+        ExportConfig(pre_tokenizer="qwen2")
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +194,11 @@ def converter() -> str:
 
 
 @pytest.fixture(scope="module")
-def run(shared: Path, converter: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run with a tokenizer that the converter knows; proofs of few rows."""
+def run(converter: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run with a vocabulary that the converter does not know; proofs of few rows."""
     place = tmp_path_factory.mktemp("gguf") / "run"
     described = {
-        "model": {"name_or_path": "preset:tiny-qwen3", "tokenizer_name_or_path": str(shared / "tokenizers" / "qwen3")},
+        "model": "preset:tiny-qwen3",
         "data": {"train": [{"path": "preset:skills", "first_rows": 20}], "max_drop": 0.5},
         "adapter": {"type": "lora"},
         "train": {"max_steps": 2, "learning_rate": 0.01, "per_device_train_batch_size": 2, "precision": "fp32"},
@@ -165,7 +212,6 @@ def run(shared: Path, converter: str, tmp_path_factory: pytest.TempPathFactory) 
         yield place
 
 
-@pytest.mark.shared
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("outtype", GGUF_BOUNDS if "LUTHIER_LLAMA_CPP" in os.environ else ["f32"])  # each takes 10 s
 def test_a_run_becomes_a_file_that_llama_cpp_answers_alike(
@@ -176,6 +222,36 @@ def test_a_run_becomes_a_file_that_llama_cpp_answers_alike(
     assert done.ok, done.proof
     files = ["README.md", "parity.json", f"small-{outtype}.gguf"]
     assert sorted(path.name for path in (tmp_path / "small").iterdir()) == files
-    assert read_parity(tmp_path / "small").bound == GGUF_BOUNDS[outtype]
+    parity = read_parity(tmp_path / "small")
+    assert parity.bound == GGUF_BOUNDS[outtype]
+    assert list(parity.texts) == [PROBE] and any("qwen2" in note for note in done.notes)
     if outtype == "q8_0":
         assert luthier.check_export(tmp_path / "small").ok
+
+
+def written(folder: Path, loaded: Any) -> dict[str, list[int]]:
+    """A model with a tokenizer, and the ids of the text of many scripts."""
+    config = AutoConfig.from_pretrained(str(model_folder("tiny-qwen3")))
+    config.vocab_size, config.pad_token_id = len(loaded), None
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    loaded.save_pretrained(folder)
+    return {PROBE: loaded.encode(PROBE, add_special_tokens=False)}
+
+
+@pytest.mark.timeout(600)
+def test_a_wrong_name_for_the_way_in_which_texts_are_cut_is_found(converter: str, tmp_path: Path) -> None:
+    tiny = AutoTokenizer.from_pretrained(str(tokenizer_folder("tiny")))
+    texts = written(tmp_path, tiny.train_new_from_iterator([PROBE] * 10, 900))
+    for section, name, failed in ((GGUF(), "qwen2", set()), (GGUF(pre_tokenizer="gpt-2"), "gpt-2", {C.TOKENS})):
+        model = tmp_path / f"{name}.gguf"
+        assert convert(tmp_path, model, section, Path(converter)) == name
+        proof = prove_gguf(model, msgspec.structs.replace(PARITY, contexts=[], texts=texts))
+        found = {result.check for result in proof.results if not result.ok}
+        assert found & {C.LOADS, C.TOKENS} == failed
+
+
+@pytest.mark.shared
+@pytest.mark.timeout(600)
+def test_a_tokenizer_that_the_converter_knows_keeps_its_name(shared: Path, converter: str, tmp_path: Path) -> None:
+    written(tmp_path, AutoTokenizer.from_pretrained(str(shared / "tokenizers" / "qwen3")))
+    assert convert(tmp_path, tmp_path / "out.gguf", GGUF(outtype="f32"), Path(converter)) is None
