@@ -139,7 +139,7 @@ def _read(folder: Path, file: str, name: str) -> dict[str, Any] | None:
 def _own_template(folder: Path, config: dict[str, object], name: str) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return _template_text(file)
     template = (_read(folder, "chat_template.json", name) or {}).get("chat_template", config.get("chat_template"))
     if isinstance(template, list):  # several named templates; the default is the one for chat
         named = {entry["name"]: entry["template"] for entry in template}
@@ -162,7 +162,14 @@ def _given_template(given: str) -> str:
             hint=(f"did you mean {near}? " if near else "")
             + f"there are {', '.join(template_names())}; or give a path, or the template itself",
         )
-    return path.read_text(encoding="utf-8")
+    return _template_text(path)
+
+
+def _template_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TemplateError(f"{path}: not UTF-8: {error}", hint="the file is damaged; fetch it again") from error
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -188,6 +195,10 @@ def with_added(spec: Spec, *, ordinary: Sequence[str], special: Sequence[str]) -
     vocab = spec["model"].get("vocab", ())
     pieces = [entry[0] for entry in vocab] if isinstance(vocab, list) else vocab
     number_of = {piece: index for index, piece in enumerate(pieces)} if isinstance(vocab, list) else vocab
+    needed = {"id", "content", "special"}
+    if lacking := next((token for token in spec["added_tokens"] if not token.keys() >= needed), None):
+        raise TokenizerError(f"tokenizer.json: the added token {lacking} needs an id, a content, and a word on whether "
+                             "it is special", hint="the file is damaged; fetch it again")  # fmt: skip
     present = {token["content"] for token in spec["added_tokens"]}
     entries = [{**token, "special": token["special"] or token["content"] in special} for token in spec["added_tokens"]]
     following = max([len(vocab), *(token["id"] + 1 for token in entries)])

@@ -51,7 +51,7 @@ def continue_adapter(model: PreTrainedModel, section: AdapterConfig, source: str
     try:
         with quiet_peft():
             adapted = PeftModel.from_pretrained(model, source, is_trainable=True)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"adapter.name_or_path {source!r} does not fit the model: {error}") from error
     _check_fit(adapted, source)
     return adapted
@@ -67,7 +67,7 @@ def load_to_answer(model: PreTrainedModel | PeftModel, source: str, name: str = 
                 adapted.load_adapter(source, adapter_name=name)
             else:
                 adapted = PeftModel.from_pretrained(model, source, adapter_name=name)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"the adapter in {source} does not fit its base: {error}") from error
     _check_fit(adapted, source, "the adapter", name=name)
     return adapted
@@ -103,7 +103,7 @@ def merge_first(model: PreTrainedModel, section: AdapterConfig) -> PreTrainedMod
                 adapted = PeftModel.from_pretrained(model, source)
             _check_fit(adapted, source, key)
             model = merge_adapter(adapted)
-        except (OSError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError, AttributeError, NotImplementedError) as error:
             raise ModelError(f"{key} {source!r} cannot be merged: {error}") from error
     return model
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -409,7 +410,7 @@ def _load(
             **quantizing,
             **_hub_arguments(section, source),
         )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"model.name_or_path {section.name_or_path!r}: {_first_line(error)}",
             hint="weights must be safetensors; for random weights set model.random_init: true",

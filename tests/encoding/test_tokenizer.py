@@ -12,8 +12,11 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
-from luthier.errors import RowError, TemplateError, TokenizerError
+from luthier.errors import RowError, TemplateError, TokenizerError, UserError
+from luthier.presets import tokenizer_folder
 from luthier.presets.named_templates import named_template
 from tests.conftest import reason_is, refused
 
@@ -186,3 +189,14 @@ def test_tokens_can_be_added_to_a_vocabulary_that_is_a_list(tmp_path: Path) -> N
     tokenizer = load_tokenizer(tmp_path, added=AddedTokens(ordinary=("ab", "new"), special=("<s>",)))
     assert tokenizer.encode_runs(["newab<s>"])[0].tolist() == [3, 2, 0]  # "ab" was known; "<s>" is text
     assert tokenizer.control_id("<s>") == 4
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json"])
+def test_a_damaged_file_of_a_tokenizer_is_told_by_its_name(tmp_path: Path, name: str) -> None:
+    source = tokenizer_folder("tiny")
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole.replace(b'"special"', b'"spexial"', 1).replace(b"message", b"m\xe9ssage", 1))
+    with pytest.raises(UserError, match=name):
+        Encoder(ModelConfig(name_or_path=str(tmp_path)), TemplateConfig()).tokenizer.control  # noqa: B018

@@ -63,6 +63,14 @@ def test_weights_that_do_not_fill_the_model_are_refused(tmp_path: Path) -> None:
         _load(tmp_path, model={"name_or_path": str(folder), "config_overrides": more})
 
 
+def test_weights_whose_header_is_damaged_are_refused(tmp_path: Path) -> None:
+    folder = _save(tmp_path)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"dtype"', b'"dtypf"', 1))
+    with pytest.raises(ModelError, match=r"model\.name_or_path"):
+        _load(tmp_path, model={"name_or_path": str(folder)})
+
+
 def test_overrides_that_contradict_the_rest_of_the_config_are_refused(tmp_path: Path) -> None:
     folder = _save(tmp_path)
     with refused(ModelError, "num_hidden_layers", "3", "layer_types", "2"):
