@@ -20,7 +20,7 @@ from luthier.config.conflicts import check_conflicts
 from luthier.config.draft import Draft, read_draft
 from luthier.config.explain import nearest
 from luthier.config.machine import check_files, check_machine, check_processes
-from luthier.config.peers import Peer, peer_of
+from luthier.config.peers import Peer, peer_of, unread_file
 from luthier.config.schema import RunConfig, Section
 from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, parse_path, put, show_path, show_value
 from luthier.config.yaml_text import MAX_DEPTH, Parsed, parse_yaml
@@ -88,6 +88,8 @@ def _build(parsed: Parsed, name: str, overrides: Sequence[str], *, check_paths: 
         raise ConfigError([*problems, *more])
     if (peer := peer_of(tree)) is not None:
         return _build_theirs(peer, tree, problems, name, overrides, check_paths=check_paths, to_train=to_train)
+    if (unread := unread_file(tree)) is not None:
+        raise ConfigError([*problems, unread])
     long_form, more = apply_overrides(expand(tree), overrides)
     draft, wrong = read_draft(long_form, name)
     problems += [*more, *wrong]

@@ -39,14 +39,19 @@ class RewardConfig(Section):
 
     metric: choices.NonEmpty | None = None
     """A metric that compares the answer with the row's: ``exact``, ``normalised``, ``contains``, ``number``,
-    ``choice``, ``json``, ``rougeL``, ``regex:PATTERN`` … ([predict.md](predict.md#metrics)); or ``length`` or
-    ``overlong``, which look at how many tokens it has ([rl.md](rl.md#rewards))."""
+    ``choice``, ``json``, ``rougeL``, ``regex:PATTERN`` … ([predict.md](predict.md#metrics)); ``length`` or
+    ``overlong``, which look at how many tokens it has; or ``matches:PATTERN``, whether it is written so
+    ([rl.md](rl.md#rewards))."""
     column: choices.NonEmpty | None = None
     """Of a metric: the column of the row that it compares the answer with. Default: the row's answer."""
     function: choices.NonEmpty | None = None
     """``FILE.py:NAME``: your own function ``(answer, *, expected, prompt, finished, columns, conversation) -> float |
     None``, of whose keywords it names those that it reads; or ``(answers, …) -> list``, asked of all answers to a
-    prompt at once. It runs in a process of its own; None is no opinion."""
+    prompt at once. It runs in a process of its own; None is no opinion. A function with a parameter ``completions`` is
+    called as TRL calls it, ``(prompts, completions, **columns) -> list``."""
+    plain: bool = False
+    """Of a function that is called as TRL calls it: prompts and completions are texts, as TRL has them where the
+    prompts of the rows are texts. Else each is a list of one message."""
     url: choices.NonEmpty | None = None
     """A server that judges answers (``http://localhost:9000/score``), many at once
     ([rl.md](rl.md#a-server-of-rewards)). ``timeout`` is that of a request with all its tries."""

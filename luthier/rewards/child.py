@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 OFFERED = ("expected", "prompt", "finished", "columns", "conversation")  # keywords that every function may take
+AS_TRL = "completions"  # a function with this parameter is called as TRL calls its own
 OF_SERVERS = ("url", "asked", "timeout")  # and ours that asks a server
 GROUP = "answers"  # a function whose first parameter has this name is asked of all answers to a prompt at once
 TellParent = Callable[..., None]
@@ -46,16 +47,20 @@ def main() -> None:
     if function is None:
         return
     first, taken, needed = wanted(function)
-    if needed:
+    as_trl = is_of_trl(function)
+    if needed and not as_trl:
         tell(error=f"it needs {needed[0]!r}, which is none of {', '.join(OFFERED)}")
         return
-    tell(ready=True, takes_groups=first == GROUP)
+    tell(ready=True, takes_groups=as_trl or first == GROUP)
     for line in sys.stdin:
         call = json.loads(line)
         answers = call["answers"]
         keywords = {key: value for key, value in call["keywords"].items() if taken is None or key in taken}
         try:
-            found = function(answers, **keywords) if first == GROUP else [function(answers[0], **keywords)]
+            if as_trl:
+                found = called_as_trl(function, answers, call["keywords"], taken and taken | {first})
+            else:
+                found = function(answers, **keywords) if first == GROUP else [function(answers[0], **keywords)]
             opinions = [] if isinstance(found, str | dict) else [opinion(value) for value in found]
         except BaseException as error:  # noqa: BLE001
             told = getattr(error, "told", None)  # of ours that asks a server
@@ -81,6 +86,28 @@ def wanted(function: Callable[..., Any]) -> tuple[str, set[str] | None, list[str
         other.name for other in named if other.default is other.empty and other.name not in (*OFFERED, *OF_SERVERS)
     ]
     return first.name, {other.name for other in named}, needed
+
+
+def is_of_trl(function: Callable[..., Any]) -> bool:
+    """Whether a function has the parameter by which TRL gives answers."""
+    try:
+        return AS_TRL in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def called_as_trl(
+    function: Callable[..., Any], answers: list[str], keywords: dict[str, Any], taken: set[str] | None
+) -> Any:
+    """What a reward function of TRL's form gives: all is named, and a list with one entry for each answer."""
+
+    def written(role: str, text: str) -> object:
+        return text if keywords["plain"] else [{"role": role, "content": text}]
+
+    named: dict[str, list[Any]] = {name: [value] * len(answers) for name, value in keywords["columns"].items()}
+    named["prompts"] = [written("user", keywords["prompt"])] * len(answers)
+    named[AS_TRL] = [written("assistant", answer) for answer in answers]
+    return function(**{name: value for name, value in named.items() if taken is None or name in taken})
 
 
 def opinion(value: Any) -> object:

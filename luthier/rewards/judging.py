@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -62,6 +63,7 @@ class DrawnAnswer:
         return replace(self, generated=text, finished=True, ids=None, conversation=(), messages=())
 
 
+MATCHES = "matches:"  # before a pattern that whole answers are held against
 ASKED_AT_ONCE = 64  # answers in one request to a server
 SERVER_MEMORY = 2_000_000_000  # bytes for the process that asks it
 
@@ -158,9 +160,12 @@ class RewardJudge:
         process = self._exits.enter_context(
             FunctionProcess(reward.file, reward.function_name, timeout=reward.timeout, max_memory=reward.max_memory)
         )
-        return lambda answers: _by_function(process, answers)
+        return lambda answers: _by_function(process, answers, plain=reward.plain)
 
     def _by_metric(self, reward: RewardConfig, metric: str) -> AnswerJudge:
+        if metric.startswith(MATCHES):
+            pattern = _pattern(metric)
+            return lambda answers: [float(pattern.fullmatch(answer.generated) is not None) for answer in answers]
         if not _compares(metric):
             of_length = length_reward(metric, self._max_new_tokens)
             return lambda answers: [of_length(answer.num_tokens) for answer in answers]
@@ -208,7 +213,15 @@ def check_columns(rewards: Sequence[RewardConfig], questions: Iterable[tuple[boo
 
 
 def _compares(metric: str) -> bool:
-    return metric != ENVIRONMENT and metric.partition(":")[0] not in LENGTHS
+    return metric != ENVIRONMENT and not metric.startswith(MATCHES) and metric.partition(":")[0] not in LENGTHS
+
+
+def _pattern(metric: str) -> re.Pattern[str]:
+    try:
+        return re.compile(metric.removeprefix(MATCHES), re.DOTALL)
+    except re.error as error:
+        what = f"rollout.rewards: {metric!r} is no regular expression: {error}"
+        raise UserError(what, hint="matches:PATTERN has a pattern of Python's", key="rollout.rewards") from None
 
 
 def expected_of(answer: DrawnAnswer, column: str | None) -> str | None:
@@ -238,7 +251,7 @@ def _facts(answer: DrawnAnswer) -> dict[str, object]:
     }
 
 
-def _by_function(process: FunctionProcess, answers: Sequence[DrawnAnswer]) -> list[Opinion]:
+def _by_function(process: FunctionProcess, answers: Sequence[DrawnAnswer], *, plain: bool) -> list[Opinion]:
     """What a function says of each answer, or of all answers to a prompt at once, as it wants to be asked."""
     found: list[Opinion] = []
     for _, members in groupby(answers, key=attrgetter("group")):
@@ -249,7 +262,11 @@ def _by_function(process: FunctionProcess, answers: Sequence[DrawnAnswer]) -> li
             found += [error] * len(group)
             continue
         if together:
-            own = {"finished": [one.finished for one in group], "conversation": [list(o.conversation) for o in group]}
+            own: dict[str, object] = {
+                "plain": plain,
+                "finished": [one.finished for one in group],
+            }
+            own["conversation"] = [list(one.conversation) for one in group]
             found += process.call([one.generated for one in group], {**_facts(group[0]), **own})
             continue
         for one in group:

@@ -75,11 +75,14 @@ def has_row_a_line(file: DataFile) -> bool:
             return False
 
 
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
 def open_text_file(file: DataFile) -> IO[bytes]:
     """The file, opened behind its byte order mark; raises `SourceError`, also for other encodings than UTF-8."""
     try:
         stream = _open(file)
-        start = stream.read(4)
+        start = stream.read(len(_POINTER))
         stream.seek(0)
     except OSError as error:
         raise SourceError(f"{file.path}: cannot be opened: {error.strerror or error}") from error
@@ -88,6 +91,12 @@ def open_text_file(file: DataFile) -> IO[bytes]:
         stream.close()
         hint = f"iconv -f UTF-16 -t UTF-8 {file.path} > utf8{file.path[file.path.rfind('.') :]}"
         raise SourceError(f"{file.path}: the file is UTF-16 or UTF-32, UTF-8 is needed", hint=hint)
+    if start == _POINTER:
+        stream.close()
+        hint = "fetch the data: git lfs pull, in its folder"
+        raise SourceError(
+            f"{file.path}: this is a pointer of Git LFS, which stands for a file, not the data", hint=hint
+        )
     if start[:3] == _BOM:
         stream.seek(3)
     return stream

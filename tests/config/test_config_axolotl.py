@@ -242,7 +242,10 @@ def test_data_sets_become_what_they_mean_here(text: str, ours: str, value: objec
 
 
 @pytest.mark.parametrize(("text", "key"), [
-    (with_lines("rl: grpo\n"), "rl"),
+    (with_lines("rl: ebft\n"), "rl"),
+    (with_lines("rl: grpo\nmicro_batch_size: 8\n"), "trl.reward_funcs"),
+    (with_lines("rl: grpo\ndatasets: [{path: a/b, type: rewards.rows}]\ntrl: {reward_funcs: [think_format_reward]}\n"
+                "gradient_accumulation_steps: 8\n"), "datasets[0].type"),
     (with_lines("adapter: llama-adapter\n"), "adapter"),
     (with_lines("adapter: qlora\n"), "adapter"),
     (with_lines("adapter: lora\nlora_r: 0\n"), "lora_r"),
@@ -397,13 +400,19 @@ TEXT = {"body": "Luthiers build and mend violins, guitars and lutes."}
     ("datasets: [{path: rows.jsonl, type: completion, field: body}]\nsample_packing: true\n", TEXT),
     ("datasets: [{path: rows.jsonl, type: input_output}]\n", SEGMENTS),
     ("datasets: [{path: rows.jsonl, type: 'alpaca:chat'}]\n", {"instruction": "Name an instrument.", "output": "Lute"}),
+    ("rl: grpo\ndatasets: [{path: rows.jsonl}]\nmicro_batch_size: 2\ngradient_accumulation_steps: 2\n"
+     "trl: {num_generations: 2, max_completion_length: 4, reward_funcs: [rewards.long], beta: 0.01}\n",
+     {"prompt": [{"role": "user", "content": "1 + 1?"}], "solution": "2"}),
     ("datasets: [{path: rows.jsonl, type: alpaca}, {path: preset:skills, type: chat_template}]\n",
      {"instruction": "Name an instrument.", "input": "of strings", "output": "Lute"}),
-], ids=["dpo", "kto", "completion", "input_output", "alpaca:chat", "two forms"])  # fmt: skip
+], ids=["dpo", "kto", "completion", "input_output", "alpaca:chat", "grpo", "two forms"])  # fmt: skip
 def test_objectives_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, row: dict[str, object]) -> None:
     from luthier.library import train
 
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text(
+        "def long(completions, solution, **kwargs):\n    return [len(c[0]['content']) for c in completions]\n"
+    )
     rows = [{**row, "label": bool(index % 2)} if "label" in row else row for index in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     (tmp_path / "theirs.yml").write_text(with_lines(f"{lines}max_steps: 2\nsequence_len: 128\n"), encoding="utf-8")

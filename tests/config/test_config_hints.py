@@ -138,3 +138,24 @@ def test_what_is_told_reads_as_yaml_where_it_is_to_be_written() -> None:
     for _, meant in all_meanings():
         if meant.value is not None:
             assert yaml.safe_load(f"x: {meant.value}")["x"] is not None
+
+
+@pytest.mark.parametrize(("text", "tool"), [
+    ("model: Qwen/Qwen3-8B\ntrain_type: lora\ndataset: [owner/rows#500]\nlora_rank: 8\n", "ms-swift"),
+    ("rlhf_type: dpo\nmodel: Qwen/Qwen3-8B\ndataset: owner/rows\n", "ms-swift"),
+    ("model: {_component_: torchtune.models.llama3.llama3_8b}\nepochs: 1\n", "torchtune"),
+    ("model: unsloth/Qwen2.5-0.5B\ndata: {dataset: a}\ntraining: {training_type: lora}\n", "Unsloth"),
+    ("top.booster: auto\ntop.template: qwen3\ntrain.batch_size: 2\n", "LLaMA Board"),
+    ("model_name_or_path: a/b\ndataset_mixer: {a/b: 1.0}\n", "alignment-handbook"),
+])  # fmt: skip
+def test_a_file_of_a_tool_that_is_not_read_is_told_by_its_name_alone(text: str, tool: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config_text(text, check_paths=False)
+    (problem,) = caught.value.problems
+    assert tool in problem.what and problem.hint and problem.where.endswith(":1")
+
+
+def test_a_slip_in_a_file_of_ours_is_not_taken_for_another_tool() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config_text(GOOD + "training: {max_steps: 1}\n", check_paths=False)
+    assert [problem.key for problem in caught.value.problems] == ["training"]

@@ -124,8 +124,10 @@ def test_columns_of_local_rows_say_it_where_keys_do_not(
 @pytest.mark.parametrize(("text", "said", "key"), [
     ("packing: true\nbeta: 0.1\n", (), "beta"),
     ("beta: 0.1\n", ("objective.name=sft",), "beta"),
-    ("seed: 1\n", ("objective.name=grpo",), "objective.name"),
-    ("reward_funcs: accuracy_reward\n", (), "reward_funcs"),
+    ("seed: 1\n", ("objective.name=ppo",), "objective.name"),
+    ("reward_funcs: accuracy_reward\n", (), "objective.name"),
+    ("reward_funcs: accuracy_reward\n", ("objective.name=dpo",), "reward_funcs"),
+    ("reward_model_path: other\n", (), "reward_model_path"),
     ("teacher_model_name_or_path: other\n", (), "teacher_model_name_or_path"),
 ])  # fmt: skip
 def test_keys_of_another_command_are_refused_by_name(text: str, said: tuple[str, ...], key: str) -> None:

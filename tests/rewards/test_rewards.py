@@ -92,6 +92,12 @@ def optional(answer, /, *, other=3, **_):
 def demanding(answer, *, completion_ids):
     return 1.0
 
+def of_trl(prompts, completions, size, **kwargs):
+    return [len(c[0]["content"]) + size[0] + len(p[0]["content"]) for p, c in zip(prompts, completions)]
+
+def of_trl_texts(completions, size):
+    return [len(c) * s for c, s in zip(completions, size)]
+
 def huge(answer):
     return 10**400
 
@@ -285,3 +291,20 @@ def test_rewards_of_lengths_are_those_of_the_paper() -> None:
         with pytest.raises(UserError) as caught:
             found(wrong)
         assert caught.value.key == "rollout.rewards[0].metric"
+
+
+@pytest.mark.parametrize(("name", "plain", "rewards"), [("of_trl", False, [24, 25]), ("of_trl_texts", True, [20, 30])])
+def test_functions_of_trls_form_are_called_as_trl_calls_them(
+    name: str, plain: bool, rewards: list[float], groups: Path
+) -> None:
+    reward = RewardConfig(function=f"{groups}:{name}", plain=plain)
+    answers = [answer(text, columns={"size": 10, "other": 1}) for text in ("ab", "abc")]
+    assert judged([reward], answers).total_N.tolist() == rewards
+
+
+def test_an_answer_matches_a_pattern_as_a_whole() -> None:
+    reward = RewardConfig(metric="matches:<a>.*</a>.")
+    said = judged([reward], [answer("<a>two\nlines</a>!", None), answer("<a></a>!!", None)])
+    assert said.total_N.tolist() == [1, 0]
+    with pytest.raises(UserError):
+        judged([RewardConfig(metric="matches:(")], [])

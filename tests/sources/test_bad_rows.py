@@ -200,11 +200,12 @@ def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path: Path) -> None: 
     ("content", "message"),
     [
         (GOOD.decode().encode("utf-16"), "iconv -f UTF-16"),  # 5
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
         (b"[" + GOOD + b",\n" + GOOD + b"]", r"its name must end in \.json"),  # 14
         (b"", "the file is empty"),  # 33
         (b"\n \n", "there is no row in it"),  # 33
     ],
-    ids=["UTF-16", "an array", "empty", "blank"],
+    ids=["UTF-16", "Git LFS", "an array", "empty", "blank"],
 )
 def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "rows.jsonl"

@@ -303,3 +303,22 @@ def test_a_pattern_writes_what_stands_before_a_text_from_the_columns_that_the_ro
     with pytest.raises(RowError) as caught:
         convert({"a": "2"}, format="text", columns={"text": "a"}, prompt_format=patterns)
     assert caught.value.reason == "missing_column" and "needs a text in q" in caught.value.detail
+
+
+def test_rows_of_instruction_and_response_are_answers_with_their_context() -> None:
+    found = convert({"instruction": "Who is it?", "context": "Ann is here.", "response": "Ann.", "category": "qa"})
+    assert found == Conversation(
+        messages=(said("user", "Who is it?\nAnn is here."), said("assistant", "Ann.")), address=ADDRESS,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("user", "model"), [("human", "bard"), ("human", "bing"), ("prompter", "chatgpt")])
+def test_speakers_of_old_data_sets_are_known(user: str, model: str) -> None:
+    found = convert({"conversations": [{"from": user, "value": "Hi"}, {"from": model, "value": "Yo"}]})
+    assert isinstance(found, Conversation) and [message.role for message in found.messages] == ["user", "assistant"]
+
+
+def test_a_call_with_an_empty_text_of_arguments_has_none() -> None:
+    call = {"type": "function", "function": {"name": "now", "arguments": ""}}
+    found = convert({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]})
+    assert isinstance(found, Conversation) and found.messages[1].parts == (ToolCall(name="now", arguments={}),)

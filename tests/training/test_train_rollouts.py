@@ -7,7 +7,9 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_rollouts import LAYOUTS, ROLLOUT, evenness, ids, losses, rollouts
 from tiny_runs import make_config, make_data, make_segments
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from luthier.config.loading import load_draft
 from luthier.config.objective import losses_of
@@ -100,6 +103,50 @@ def test_the_base_under_an_adapter_is_the_reference_of_a_second_model(train: Tra
         found.append([(step.loss, step.measures["kl_k3"]) for step in run.steps])
     np.testing.assert_allclose(found[0], found[1], atol=1e-6)
     assert found[0][-1][1] > 1e-5
+
+
+@pytest.mark.parametrize("loss", ["dapo", "dr_grpo", "gspo", "rloo"])
+def test_rewards_and_their_opposites_have_opposite_gradients(
+    loss: str, knows_few: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the expected gradient of rewards by chance is zero: neither lengths, cut answers nor groups of one reward,
+    which are left out, lead anywhere."""
+    gradients = []
+    for sign in (0, 1):
+        coin = lambda expected, generated, sign=sign: float(hash_of(generated) % 2 == sign)  # noqa: E731
+        monkeypatch.setitem(METRICS._rows, "coin", Metric(of_row=coin))
+        rollout = {**ROLLOUT, "answers": 4, "rewards": ["coin"], "dead_groups": "drop"}
+        changes = {**RL, "objective": {"name": "rl", "loss": loss}, "rollout": rollout, "train__max_steps": 1}
+        changes["model"] = {"name_or_path": str(knows_few)}
+        with step_gradients() as found:
+            run = train(make_data(make_segments(12)), folder=str(sign), **changes)
+        gradients += found
+        drawn = rollouts(Path(run.output_dir))[0]
+        assert len({answer["finish"] for answer in drawn}) == len({answer["reward"] for answer in drawn}) == 2
+        assert len({len(answer["ids"]) for answer in drawn}) > 2, "answers of several lengths"
+        assert {answer["fate"] for answer in drawn} == {"trained", "no signal"}
+    one, other = gradients
+    assert float(one.norm()) > 1e-3
+    torch.testing.assert_close(one, -other, atol=1e-5 * float(one.abs().max()), rtol=1e-4)
+
+
+def hash_of(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=4).digest())
+
+
+@contextmanager
+def step_gradients() -> Iterator[list[torch.Tensor]]:
+    """All gradients of each update."""
+    found: list[torch.Tensor] = []
+
+    def keep(optimizer: Any, args: Any, kwargs: Any) -> None:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if any(weight.grad is not None for weight in weights):
+            found.append(torch.cat([weight.grad.flatten() for weight in weights if weight.grad is not None]))
+
+    handle = register_optimizer_step_pre_hook(keep)
+    yield found
+    handle.remove()
 
 
 def test_rewards_of_chance_teach_nothing(knows_few: Path, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from luthier.config.peers.axolotl_rows import RowsRead, read_data
+from luthier.config.peers.drawn import DEFAULTS, DrawnAnswers
 from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, names_of, share_as_deepspeed
+from luthier.config.peers.trl_rows import columns_of
 from luthier.config.tree import MappingNode, Node, Scalar
 from luthier.config.tree import plain as value_of
 from luthier.writing import counted
@@ -38,11 +40,11 @@ def _purpose(reading: Translator) -> None:
     reading.entries = {key: _number(node) for key, node in reading.entries.items() if value_of(node) is not None}
     reading.fill_in("defaults")
     rl, told = reading.take("rl"), len(reading.problems)
-    if rl in ("grpo", "gdpo", "ebft"):
+    if rl in ("gdpo", "ebft"):
         what = f"{rl} learns from answers drawn in the run, and is not translated"
         reading.refuse("rl", what, "write it as a run description of Luthier's, with objective: rl (docs/rl.md)")
-    elif rl not in (None, False, "", "kto", *_PAIRS):
-        reading.refuse("rl", f"{rl} is no objective", f"write one of {', '.join(_PAIRS)}, kto")
+    elif rl not in (None, False, "", "kto", "grpo", *_PAIRS):
+        reading.refuse("rl", f"{rl} is no objective", f"write one of {', '.join(_PAIRS)}, kto, grpo")
     for key, what in (("process_reward_model", "single steps of an answer are not judged"),
                       ("diffusion", "diffusion models are not trained"),
                       ("kd_trainer", "a model is trained on rows, not on another model's logits")):  # fmt: skip
@@ -77,8 +79,12 @@ def _plugin(reading: Translator, index: int, name: str) -> None:
 def _objective(reading: Translator) -> None:
     rl, is_reward = reading.take("rl"), reading.flag("reward_model")
     of = "reward_model" if is_reward else "rl"
-    rows = read_data(reading, "verdicts" if rl == "kto" else "pairs" if rl or is_reward else "answers")
-    if is_reward:
+    is_drawn = rl == "grpo"
+    kinds = "verdicts" if rl == "kto" else "pairs" if is_reward or (rl and not is_drawn) else "answers"
+    rows = read_data(reading, kinds)
+    if is_drawn:
+        _drawn(reading)
+    elif is_reward:
         reading.set("objective.name", "rm", of)
     elif rl:
         _preferences(reading, str(rl))
@@ -96,6 +102,25 @@ def _objective(reading: Translator) -> None:
     if reading.flag("train_on_inputs") and not rl:
         reading.set("template.train_on", "all", "train_on_inputs")
     _lengths(reading, rows)
+
+
+def _drawn(reading: Translator) -> None:
+    """``rl: grpo``: the section ``trl`` has the settings of TRL's trainer."""
+    given = _mapping(reading, "trl")
+    given = {key: value for key, value in given.items() if value is not None}
+    asked, answer = reading.take("sequence_len"), given.get("max_completion_length", DEFAULTS["max_completion_length"])
+    if isinstance(asked, int) and isinstance(answer, int):
+        reading.set("data.max_length", asked + answer, "sequence_len")  # theirs is the prompt's alone
+    rows = reading.take("micro_batch_size"), reading.take("gradient_accumulation_steps") or 1
+    reading.read.discard("micro_batch_size")
+    reading.take("vllm")
+    listed = reading.take("datasets")
+    first = listed[0] if isinstance(listed, list) and listed else listed
+    found = columns_of(str(first.get("path"))) if isinstance(first, dict) else None
+    DrawnAnswers(
+        reading=reading, given=given, at=lambda key: f"trl.{key}", rows=rows, rows_key="micro_batch_size",
+        plain=found is not None and "prompt" in found.texts,
+    ).read()  # fmt: skip
 
 
 def _preferences(reading: Translator, rl: str) -> None:

@@ -20,8 +20,9 @@ _DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|tsv|arrow|txt|md)(\.(gz|zst|bz2|
 _FILE_TYPES = frozenset({"json", "csv", "parquet", "arrow", "text"})
 _LISTS = {"datasets": "data.train", "pretraining_dataset": "data.train", "test_datasets": "data.eval"}
 # Names that our reader knows for each role, and for what an axolotl file may call by another name.
-_ROLES = {"system": {"system", "developer"}, "user": {"user", "human"},
-          "assistant": {"assistant", "gpt", "model", "bot"}, "tool": {"tool", "observation", "function"}}  # fmt: skip
+_ROLES = {"system": {"system", "developer"}, "user": {"user", "human", "prompter"},
+          "assistant": {"assistant", "gpt", "model", "bot", "chatgpt", "bard", "bing"},
+          "tool": {"tool", "observation", "function"}}  # fmt: skip
 _TAGS = {"system": "system_tag", "user": "user_tag", "assistant": "assistant_tag", "tool": "observation_tag"}
 _FIELDS = {
     "field_instruction": "prompt", "field_prompt": "prompt", "field_input": "query", "field_system": "system",
@@ -280,6 +281,9 @@ class _DataSet:
             elif other is not None:
                 self._refuse("type", f"{name} are rows of {other}, and this run learns from {self.rows_of}",
                              "rl and reward_model say what a run learns from")  # fmt: skip
+            elif self.reading.take("rl") == "grpo" and "." in name:
+                what = f"{name} is a function that rewrites rows, which is not run"
+                self._refuse("type", what, "name a file of its rows, with a prompt, and leave type out")
             else:
                 self._refuse("type", f"rows of the type {name} are not read",
                              "lay them out as messages, with type: chat_template")  # fmt: skip

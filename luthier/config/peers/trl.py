@@ -1,4 +1,4 @@
-"""A file of TRL's command line (``trl sft|dpo|kto|reward --config FILE``) -> the tree of a run description.
+"""A file of TRL's command line (``trl sft|dpo|kto|reward|grpo|rloo --config FILE``) -> the tree of a run description.
 
 Most keys are lines of ``trl.toml``. The functions here are for what several keys decide together. Such a file does not
 name its command: that follows from its keys, or from the columns of local rows, or is asked for, and never guessed.
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from luthier.config.objective import losses_of
+from luthier.config.peers.drawn import DEFAULTS, DrawnAnswers
 from luthier.config.peers.translation import (
     OUR_SECTIONS,
     Peer,
@@ -26,6 +27,7 @@ from luthier.config.tree import MappingNode, plain
 from luthier.writing import counted
 
 _COMMANDS = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm"}  # TRL's command -> objective.name
+_DRAWN = ("grpo", "rloo")  # its commands that learn from answers drawn in the run
 _FOREIGN = frozenset(
     {"base_model", "dataset", "template", "stage", "finetuning_type", "cutoff_len"}
 )  # keys of other tools
@@ -56,14 +58,19 @@ def _keys(reading: Translator) -> None:
 
 def _command(reading: Translator) -> None:
     """Find the command; a file that could be for several is asked about."""
-    for command, keys in reading.peer.table["on_policy"].items():
-        if key := next((key for key in keys if reading.take(key) not in (None, False)), None):
-            what = f"this file is for {command}, which learns from answers drawn in the run, and is not translated"
-            reading.refuse(key, what, "write it as a run description of Luthier's, with objective: rl (docs/rl.md)")
-            reading.is_no_run = True
-            return
     said = reading.take("objective")
     said = said.get("name") if isinstance(said, dict) else said
+    drawn = _drawn_command(reading, None if said is None else str(said))
+    if reading.is_no_run:
+        return
+    if drawn is not None:
+        reading.fill_in("defaults")
+        reading.fill_in("defaults", "rl")
+        if "max_length" in reading.defaults:  # these commands have no such key
+            reading.entries.pop("max_length")
+        reading.set("objective.name", "rl", "objective.name")
+        reading.set("objective.loss", drawn, "objective.name")
+        return
     command = _inferred(reading) if said is None else _checked(reading, str(said))
     if command is None:
         reading.is_no_run = True
@@ -73,11 +80,42 @@ def _command(reading: Translator) -> None:
     reading.set("objective.name", "pt" if said == "pt" else _COMMANDS[command], "objective.name")
 
 
+def _drawn_command(reading: Translator, said: str | None) -> str | None:
+    """``grpo`` or ``rloo``, for a file of these commands; None for one of the others."""
+    table = reading.peer.table
+    shared = {key for keys in (*table["commands"].values(), *table["passed"].values()) for key in keys}
+    marks = {
+        commands: key for commands, keys in table["on_policy"].items()
+        for key in keys if key not in shared and key in reading.entries and plain(reading.entries[key]) is not None
+    }  # fmt: skip
+    for command in ("ppo", "distillation"):
+        if command in marks:
+            what = f"this file is for trl {command}, which learns from answers drawn in the run, and is not translated"
+            reading.refuse(marks[command], what, "write it as a run description of Luthier's (docs/rl.md)")
+            reading.is_no_run = True
+            return None
+    if said is not None and said not in ("rl", *_DRAWN):
+        if marks and said in (*_COMMANDS, *_COMMANDS.values(), "pt"):
+            key = next(iter(marks.values()))
+            reading.refuse(key, f"trl {said} has no such key, it is one of trl grpo", "set objective.name=grpo")
+            reading.is_no_run = True
+        return None
+    named = [command for command in _DRAWN if command in marks or said == command]
+    named += ["grpo"] if not named and marks and "loss_type" in reading.entries else []
+    if len(named) == 1 or (not marks and said is None):
+        return next(iter(named), None)
+    reading.refuse("objective.name", "this file could be for trl grpo or trl rloo: it does not say which",
+                   "add objective.name=grpo or objective.name=rloo to the command")  # fmt: skip
+    reading.is_no_run = True
+    return None
+
+
 def _checked(reading: Translator, said: str) -> str | None:
     """The command that an override names; None, and a problem, where it cannot be that one."""
     command = {"pt": "sft", "rm": "reward"}.get(said, said)
     if command not in _COMMANDS:
-        reading.refuse("objective.name", f"{said} is no objective of a file of TRL's", "write sft, dpo, kto or rm")
+        what = f"{said} is no objective of a file of TRL's"
+        reading.refuse("objective.name", what, "write sft, dpo, kto, rm, grpo or rloo")
         reading.is_no_run = True
         return None
     for key, commands in _owners(reading).items():
@@ -157,6 +195,8 @@ def _losses(reading: Translator) -> None:
             reading.passed["precompute_ref_log_probs"] = "KTO's reference answers other rows in each epoch"
     elif objective == "dpo":
         _dpo(reading)
+    elif objective == "rl":
+        _answers(reading)
     if smooth and objective not in ("sft", "pt"):
         reading.passed["label_smoothing_factor"] = "TRL reads it for trl sft alone"
     if reading.flag("use_liger_loss"):
@@ -167,6 +207,22 @@ def _losses(reading: Translator) -> None:
         if reading.flag("use_peft"):
             reading.set("adapter.lora_dropout", 0.0, "disable_dropout")
             reading.take("lora_dropout")
+
+
+def _answers(reading: Translator) -> None:
+    """Settings of ``trl grpo`` and ``rloo``, where rows of a batch are answers."""
+    table, found = reading.peer.table["on_policy"], plain(reading.tree)
+    is_rloo = isinstance(found, dict) and found["objective"]["loss"] == "rloo"
+    keys = {*table["grpo rloo"], *table["grpo"], *table["rloo"], *DEFAULTS, "sync_ref_model"}
+    given = {key: reading.take(key) for key in reading.entries if key in keys}
+    rows = reading.take("per_device_train_batch_size"), reading.take("gradient_accumulation_steps") or 1
+    reading.read.discard("per_device_train_batch_size")
+    rows_first = first_rows(reading)
+    DrawnAnswers(
+        reading=reading, given=given, at=str, rows=rows, rows_key="per_device_train_batch_size", is_rloo=is_rloo,
+        plain=rows_first is not None and "prompt" in rows_first.texts,
+    ).read()  # fmt: skip
+    reading.read |= {"precompute_ref_log_probs", "max_prompt_length"}
 
 
 def _dpo(reading: Translator) -> None:

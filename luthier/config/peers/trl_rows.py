@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
+from luthier.config.peers.drawn import DEFAULTS
 from luthier.config.peers.translation import Translator, config_of, names_of
 from luthier.config.tree import plain
 from luthier.writing import counted
@@ -300,7 +301,8 @@ def _is_given(reading: Translator, key: str) -> bool:
 
 def _has_plain_pairs(reading: Translator) -> bool:
     rows = first_rows(reading)
-    return rows is not None and bool({"chosen", "completion"} & rows.texts)
+    told = {"prompt"} if objective_of(reading) == "rl" else {"chosen", "completion"}
+    return rows is not None and bool(told & rows.texts)
 
 
 def _template(reading: Translator, template: str) -> None:
@@ -339,17 +341,22 @@ def _packing(reading: Translator) -> str:
 def _too_long(reading: Translator, *, is_whole: bool) -> None:
     """``data.max_length`` and ``data.overflow``. ``is_whole``: rows are learned whole, their end like any of it."""
     most, objective = reading.take("max_length"), objective_of(reading)
+    prompt, answer = (reading.take(key) for key in ("max_prompt_length", "max_completion_length"))
+    if objective == "rl" and isinstance(prompt, int):
+        most = prompt + (answer if isinstance(answer, int) else DEFAULTS["max_completion_length"])
     is_limit, packing = most is not None, _packing(reading)
     splits = packing == "split" or (packing == "window" and reading.take("packing_strategy") == "bfd_split")
     if not is_limit:
         model = str(plain(reading.entries["model_name_or_path"]))
         most = config_of(model).get("max_position_embeddings", _NO_LIMIT)
-    reading.set("data.max_length", most, "max_length")
+    reading.defaults |= {"max_prompt_length"} - set(reading.entries)
+    reading.set("data.max_length", most, "max_prompt_length" if objective == "rl" else "max_length")
     reading.set("data.max_drop", 0.5, "max_length")  # their runs never stop for rows that are lost
     if splits:
         overflow, what = "split", "is cut into several"
-    elif objective == "rm" or not is_limit:
-        overflow, what = "drop", "is dropped" + (", as in TRL" if is_limit else "; TRL has no limit then")
+    elif objective in ("rm", "rl") or not is_limit:
+        said = "; TRL cuts the beginning of its prompt off" if objective == "rl" else ", as in TRL"
+        overflow, what = "drop", "is dropped" + (said if is_limit else "; TRL has no limit then")
     elif is_whole:
         overflow, what = "truncate", "loses its end, as in TRL"
     else:

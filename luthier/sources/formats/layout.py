@@ -14,8 +14,8 @@ ROLES = ("system", "user", "assistant", "tool")
 # What the field's data sets call our roles. A tag of the user replaces the names of its role.
 _ROLE_NAMES: Mapping[str, tuple[str, ...]] = {
     "system": ("system", "developer"),
-    "user": ("user", "human"),
-    "assistant": ("assistant", "gpt", "model", "bot"),
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "model", "bot", "chatgpt", "bard", "bing"),
     "tool": ("tool", "observation", "function", "tool_response"),
     FUNCTION_CALL: (FUNCTION_CALL,),
 }

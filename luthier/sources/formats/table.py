@@ -353,7 +353,7 @@ _PAIR = {
     "margin": ("margin",),
 }
 _LABEL = {"kto_tag": ("kto_tag",)}
-_ALPACA = {"prompt": ("instruction",), "query": ("input",), "history": ("history",)}
+_ALPACA = {"prompt": ("instruction",), "query": ("input", "context"), "history": ("history",)}
 
 _ROWS: Mapping[str, FormatRule] = {
     Format.SHAREGPT: FormatRule(
@@ -381,7 +381,7 @@ _ROWS: Mapping[str, FormatRule] = {
         convert=convert_messages,
     ),
     Format.ALPACA: FormatRule(
-        columns={**_ALPACA, "response": ("output",), **_SHARED, **_LOSS, **_PAIR, **_LABEL},
+        columns={**_ALPACA, "response": ("output", "response"), **_SHARED, **_LOSS, **_PAIR, **_LABEL},
         needs=(("prompt", "response"), ("prompt", "chosen", "rejected")),
         convert=convert_alpaca,
     ),

@@ -316,8 +316,8 @@ def read_calls(value: object) -> list[ToolCall]:
 def read_call(call: object) -> ToolCall:
     """One call: ``{"name", "arguments"}``, bare or under ``function`` (OpenAI's), with an optional ``id``.
 
-    ``arguments`` is an object or JSON text of one; absent means none. ``train`` and ``weight`` stand beside ``name`` or
-    ``function``. Raises `RowError` (``bad_tool_call``, ``bad_weight``).
+    ``arguments`` is an object or JSON text of one; absent or empty means none. ``train`` and ``weight`` stand
+    beside ``name`` or ``function``. Raises `RowError` (``bad_tool_call``, ``bad_weight``).
     """
     if type(call) is not dict:
         raise RowError("bad_tool_call", f"a call is an object with name and arguments, not {json_kind(call)}")
@@ -357,7 +357,7 @@ def check_tool_results(messages: Sequence[Message]) -> None:
 
 def _read_arguments(body: Mapping[str, object], name: str) -> Mapping[str, object]:
     arguments = body.get("arguments")
-    if arguments is None:
+    if arguments is None or arguments == "":
         return {}
     if type(arguments) is str:
         arguments = decode_text(arguments, reason="bad_tool_call")

@@ -1,0 +1,220 @@
+"""What files of TRL's GRPO and RLOO, and axolotl's that call it, say of answers that are drawn in the run.
+
+Their defaults are TRL's; the names of the keys are TRL's too, wherever they stand in a file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from luthier.config.peers.translation import Translator, beside, names_of
+from luthier.writing import counted
+
+DEFAULTS: Mapping[str, Any] = {
+    "beta": 0.0, "num_generations": 8, "max_completion_length": 512, "temperature": 1.0, "num_iterations": 1,
+    "epsilon": 0.2, "loss_type": "dapo", "scale_rewards": "group", "importance_sampling_level": "token",
+    "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
+}  # fmt: skip
+RLOO_DEFAULTS: Mapping[str, Any] = {**DEFAULTS, "beta": 0.05, "num_generations": 2}
+_LOSSES = {"dapo": "dapo", "bnpo": "dapo", "grpo": "grpo", "dr_grpo": "dr_grpo", "cispo": "cispo", "sapo": "sapo"}
+_THINKS = r"matches:<think>(?!.*<think>).*?</think>.*"  # TRL's think_format_reward
+_FROM_SOME = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None}
+# What a file may ask for and Luthier has not: the key, the value at which it asks for nothing, and the reason.
+_MISSING: tuple[tuple[str, object, str], ...] = (
+    ("delta", None, "ratios have no upper bound of their own beside the clip"),
+    ("top_entropy_quantile", 1.0, "tokens are not chosen by their entropy"),
+    ("entropy_coef", 0.0, "the entropy of answers is told, and not rewarded"),
+    ("use_adaptive_entropy", False, "the entropy of answers is told, and not rewarded"),
+    ("off_policy_mask_threshold", None, "rollout.correction: {how: mask} leaves out what the sampler drew otherwise"),
+    ("multi_objective_aggregation", "sum_then_normalize", "rewards are summed before they are compared"),
+    ("reward_clip_range", None, "rewards are not clipped: let the function do so"),
+    ("normalize_advantages", False, "advantages of RLOO stay as they are; loss_type of GRPO divides by their spread"),
+    ("sync_ref_model", False, "a reference that follows the model is not there"),
+    ("vllm_structured_outputs_regex", None, "answers are drawn from all tokens"),
+    ("rollout_func", None, "rollout.tools and rollout.environment have conversations of several turns"),
+)  # fmt: skip
+
+
+@dataclass(kw_only=True, slots=True)
+class DrawnAnswers:
+    """Settings on their way: ``given`` under TRL's names, ``at`` gives the key that a name has in the file.
+
+    ``rows``: what an optimizer step of one process has, (rows of a micro-batch, micro-batches) as the file says.
+    ``plain``: the rows' prompts are texts, so that TRL gives texts to reward functions.
+    """
+
+    reading: Translator
+    given: dict[str, Any]
+    at: Callable[[str], str]
+    rows: tuple[Any, Any]
+    rows_key: str
+    is_rloo: bool = False
+    plain: bool = False
+
+    def read(self) -> None:
+        """Set ``objective`` and ``rollout``; what is left of ``given`` decides nothing here, or is refused."""
+        reading = self.reading
+        reading.set("objective.name", "rl", self.at("reward_funcs"))
+        for key, idle, why in _MISSING:
+            if self._take(key) not in (None, False, idle):
+                reading.refuse(self.at(key), why, "remove the line")
+        self._loss()
+        self._step()
+        self._passes()
+        for ours, key in (("max_new_tokens", "max_completion_length"), ("temperature", "temperature")):
+            reading.set(f"rollout.{ours}", self._take(key), self._of(key))
+        reading.set("rollout.min_finished", 0.0, self._of("max_completion_length"))  # theirs never stop for cut answers
+        some = [self.at(key) for key, whole in _FROM_SOME.items() if self._take(key) not in (None, whole)]
+        if some:
+            reading.told.append(f"{', '.join(some)}: answers are drawn from all tokens, by temperature alone")
+        if self._take("mask_truncated_completions"):
+            reading.told.append(f"{self.at('mask_truncated_completions')}: answers that are cut are learned from, too")
+        if self._take("use_vllm"):
+            reading.told.append(f"{self.at('use_vllm')}: answers are drawn in this process; rollout.engine names "
+                                "servers (vLLM, SGLang, luthier serve) that draw them")  # fmt: skip
+        if isinstance(written := self._take("chat_template_kwargs"), dict):
+            reading.set("template.kwargs", written, self.at("chat_template_kwargs"))
+        self._rewards()
+        for key in list(self.given):
+            self.given.pop(key)
+            reading.passed[self.at(key)] = "it says how answers are drawn or told, and none that are learned from"
+
+    def _take(self, key: str) -> Any:
+        value = self.given.pop(key, None)
+        return (RLOO_DEFAULTS if self.is_rloo else DEFAULTS).get(key) if value is None else value
+
+    def _of(self, key: str) -> str:
+        """The key that a value comes from: one that the file lacks is its own default."""
+        at = self.at(key)
+        name = at.partition(".")[0]
+        entry = self.reading.entries.get(name)
+        if entry is None or (at != name and key not in getattr(entry, "entries", {})):
+            self.reading.defaults.add(at)
+        return at
+
+    def _loss(self) -> None:
+        """Which loss, its clip, and the weight of KL."""
+        reading, kind, scale = self.reading, str(self._take("loss_type")), self._take("scale_rewards")
+        level, low, high = self._take("importance_sampling_level"), self._take("epsilon"), self._take("epsilon_high")
+        up, down = self._take("sapo_temperature_pos"), self._take("sapo_temperature_neg")
+        loss = "rloo" if self.is_rloo else _LOSSES.get(kind)
+        if loss is None:
+            reading.refuse(self.at("loss_type"), f"the loss {kind} is not there", f"write one of {', '.join(_LOSSES)}")
+            return
+        if level in ("sequence", "sequence_token") and loss in ("grpo", "dapo"):
+            loss = "gspo"
+        if scale in (False, "none", "False") and loss not in ("dr_grpo", "rloo"):
+            reading.refuse(self.at("scale_rewards"), f"in the loss {loss} advantages are divided by their spread",
+                           "write loss_type: dr_grpo, whose advantages are not")  # fmt: skip
+        elif scale == "batch" and loss != "rloo":
+            reading.refuse(self.at("scale_rewards"), "advantages are divided by the spread in a group", "write group")
+        elif loss == "dr_grpo" and scale in (True, "group", "True"):
+            reading.told.append(f"{self._of('scale_rewards')}: dr_grpo does not divide advantages by their spread")
+        reading.set("objective.loss", loss, self._of("loss_type"))
+        if kind == "bnpo":
+            reading.told.append(f"{self.at('loss_type')}: bnpo divides by the targets of the whole step, as dapo does")
+        if loss == "cispo":
+            if high is None or high <= 1:
+                what = f"cispo bounds the ratio itself, and {high if high is not None else low} is no such bound"
+                reading.refuse(self.at("epsilon_high"), what, "epsilon_high: 5.0")
+                return
+            reading.set("objective.clip_high", high - 1, self.at("epsilon_high"))
+        elif loss == "sapo":
+            reading.set("objective.sapo_positive", up, self._of("sapo_temperature_pos"))
+            reading.set("objective.sapo_negative", down, self._of("sapo_temperature_neg"))
+        else:
+            reading.set("objective.clip_low", low, self._of("epsilon"))
+            upper = "epsilon" if high is None else "epsilon_high"
+            reading.set("objective.clip_high", low if high is None else high, self._of(upper))
+        weight = self._take("beta")
+        reading.set("objective.kl_weight", weight, self._of("beta"))
+        if weight and not self.is_rloo:
+            reading.told.append(f"{self.at('beta')}: KL is added as docs/rl.md says, not by TRL's estimate k3")
+
+    def _step(self) -> None:
+        """Prompts and answers of a step: TRL counts answers as the rows of its batches."""
+        reading, answers = self.reading, self._take("num_generations")
+        each, turns = self.rows
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        between, drawn = self._take("steps_per_generation"), self._take("generation_batch_size")
+        if not all(isinstance(number, int) and number > 0 for number in (answers, each, turns)):
+            reading.refuse(self.at("num_generations"), "answers and rows of a step are whole numbers above 0")
+            return
+        if between is None and isinstance(drawn, int):
+            between = max(1, drawn // (each * world))
+        updates, rest = divmod(between or turns, turns)
+        whole = each * turns * world
+        if rest or updates < 1:
+            reading.refuse(self.at("steps_per_generation"), f"{between} micro-batches are not whole steps of {turns}",
+                           f"write a multiple of {turns}, or remove the line")  # fmt: skip
+        if whole % answers:
+            reading.refuse(self._of("num_generations"), f"a step has {counted(whole, 'answer')}, which are not "
+                           f"{answers} to each prompt", f"make {self.rows_key} x gradient_accumulation_steps a "
+                           f"multiple of {answers}, or num_generations a divisor of {whole}")  # fmt: skip
+            return
+        reading.set("rollout.answers", answers, self._of("num_generations"))
+        reading.set("rollout.prompts_per_step", whole // answers, self.rows_key)
+        if updates > 1:
+            reading.set("rollout.updates", updates, self.at("steps_per_generation"))
+        reading.told.append(f"{self.rows_key}: a step has {counted(whole // answers, 'prompt')} with "
+                            f"{counted(answers, 'answer')} each, on all processes together")  # fmt: skip
+
+    def _passes(self) -> None:
+        """Several updates from the same answers, each of which TRL counts as a step and Luthier as a pass of one."""
+        reading, passes = self.reading, self._take("num_iterations")
+        reading.set("rollout.passes", passes, self._of("num_iterations"))
+        if not isinstance(passes, int) or passes < 2:
+            return
+        steps = reading.take("max_steps")
+        told = ""
+        if isinstance(steps, int) and steps > 0:
+            reading.set("train.max_steps", math.ceil(steps / passes), "max_steps")
+            told = f": max_steps {steps:,} are {math.ceil(steps / passes):,}"
+        reading.told.append(f"{self.at('num_iterations')}: the {passes} updates from the same answers are one step "
+                            f"here, so keys in steps count other steps{told}")  # fmt: skip
+
+    def _rewards(self) -> None:
+        names, model = self._take("reward_funcs"), self._take("reward_model_name_or_path")
+        weights, key = self._take("reward_weights"), self.at("reward_funcs")
+        rewards: list[dict[str, object]] = [{"model": str(model)}] if model else []
+        rewards += [reward for name in names_of(names or []) if (reward := self._reward(name, key)) is not None]
+        if not names and not model:
+            self.reading.refuse(key, "nothing judges the answers", f"for example {key}: [rewards.polite], for the "
+                                "function polite of rewards.py here")  # fmt: skip
+            return
+        if weights is not None:
+            numbers = weights if isinstance(weights, list) else names_of(weights)
+            if len(numbers) != len(rewards):
+                what = f"there are {counted(len(rewards), 'reward')}, and these are {counted(len(numbers), 'weight')}"
+                self.reading.refuse(self.at("reward_weights"), what, "give one number for each")
+                return
+            rewards = [{**reward, "weight": weight} for reward, weight in zip(rewards, numbers, strict=True)]
+        self.reading.set("rollout.rewards", rewards, key)
+
+    def _reward(self, name: str, key: str) -> dict[str, object] | None:
+        """One of TRL's own rewards, or a function by its dotted name, in a file here."""
+        told = self.reading.told
+        if name in ("accuracy_reward", "reasoning_accuracy_reward"):
+            told.append(f"{name}: the last number of an answer is compared with that of the column solution (metric "
+                        "number), where TRL has math_verify compare formulas")  # fmt: skip
+            return {"metric": "number", "column": "solution", "name": name}
+        if name == "think_format_reward":
+            return {"metric": _THINKS, "name": name}
+        if name == "get_soft_overlong_punishment":
+            told.append(f"{name}: the punishment begins 256 tokens before the longest answer, not at 1,024")
+            return {"metric": "overlong:256", "name": name}
+        module, _, function = name.rpartition(".")
+        if not module:
+            self.reading.refuse(key, f"there is no reward called {name}", "name a function of yours, such as "
+                                "rewards.polite for the function polite of rewards.py")  # fmt: skip
+            return None
+        file = beside(f"{module.replace('.', '/')}.py", self.reading.name)
+        if file is None:
+            what = f"{name} is looked for in {module.replace('.', '/')}.py, and there is no such file"
+            self.reading.refuse(key, what, "paths start from the current directory")
+            return None
+        return {"function": f"{file}:{function}", **({"plain": True} if self.plain else {})}
