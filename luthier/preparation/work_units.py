@@ -28,6 +28,7 @@ from luthier.sources import RowBytes, Source, text_files
 from luthier.sources.files import DataFile
 from luthier.sources.origins import LocalFiles
 from luthier.sources.row_index import RowIndex
+from luthier.sources.text_files import line_row
 from luthier.store.disk import Disk
 from luthier.store.manifest import UNITS
 from luthier.store.shard import KEY_BYTES
@@ -231,7 +232,7 @@ def _rows_of_lines(
         if len(line) > text_files.MAX_LINE_BYTES:
             row = text_files.line_too_long(file, len(line) + (0 if line.endswith(b"\n") else more), number)
         else:
-            row = text_files.line_row(file, line, number)
+            row = line_row(file, line, number)
         if row is None:
             continue
         if is_first:

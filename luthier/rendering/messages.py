@@ -377,8 +377,9 @@ def with_thinking_in_text(message: Message) -> Message:
 
 
 def without_empty_thinking(message: Message) -> Message:
-    """For a template that knows thinking: a thought of no characters is none, as where a row has it in a field."""
-    return _with_thinking(message, lambda part: part if part.text else Text(text=""))
+    """For a template that knows thinking: a thought of no characters that the text wrote is none, as where a row has it
+    in a field."""
+    return _with_thinking(message, lambda part: part if part.text or part.written is None else Text(text=""))
 
 
 def _with_thinking(message: Message, change: Callable[[Thinking], Part]) -> Message:

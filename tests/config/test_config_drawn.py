@@ -67,7 +67,7 @@ def test_functions_are_found_by_their_dotted_names(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "solution": "2"}), encoding="utf-8")
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "rewards.py").write_text("", encoding="utf-8")
+    (tmp_path / "mine" / "rewards.py").write_text("def polite(completions, **columns): ...\n", encoding="utf-8")
     text = DRAWN.replace("accuracy_reward", "mine.rewards.polite").replace("owner/rows", "rows.jsonl")
     first = load_config_text(text, "theirs.yaml", check_paths=False).rollout.rewards[0]
     assert (first.function, first.plain) == ("mine/rewards.py:polite", True)

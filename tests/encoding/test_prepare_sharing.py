@@ -105,8 +105,7 @@ def test_units_of_any_size_have_the_rows_that_reading_one_after_the_other_gives(
     path = tmp_path / f"rows{suffix}"
     path.write_bytes(CONTENTS[name])
     sources = [source_of(path)]
-    for module in (units_room, text_files):
-        monkeypatch.setattr(module, "MAX_LINE_BYTES", 40)
+    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 40)
     expected = [told(row) for row in sources[0].row_bytes()]
     for size in (1, 2, 3, 7, 8, 9, 10, 25, 64, 1000):
         monkeypatch.setattr(units_room, "UNIT_BYTES", size)

@@ -36,7 +36,7 @@ class FakeRay(ModuleType):
         self.connected, self.options, self.actors, self.order = False, None, [], []
         self.results = {}
 
-    def init(self, *, address, log_to_driver):
+    def init(self, *, address, log_to_driver, **more):
         if address == "nowhere":
             raise ConnectionError("nobody there")
         self.connected = True

@@ -50,7 +50,7 @@ data:
   registry: {shared / "data" / "demo" / "dataset_info.json"}
   use: ["alpaca_en_demo#30", "glaive_toolcall_en_demo#15", identity]
   eval_split: 10
-  max_length: 256
+  max_length: 512
   overflow: truncate
   store: {folder / "store"}
 train:

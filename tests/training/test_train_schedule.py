@@ -211,7 +211,7 @@ def test_epochs_of_other_lengths_are_counted_one_by_one(monkeypatch: pytest.Monk
     counts = [plan_epoch(table, settings, epoch=epoch).num_steps for epoch in range(30)]
     assert len(set(counts)) > 1
     assert make_plan(table, settings, num_epochs=30).total_steps == sum(counts)
-    monkeypatch.setattr(plans, "has_constant_steps", lambda *_: True)
+    monkeypatch.setattr(plans.stream_state, "has_constant_steps", lambda *_: True)
     assert make_plan(table, settings, num_epochs=30).total_steps != sum(counts)
 
 

@@ -226,8 +226,13 @@ def _thinking_as_text(message: Message) -> Message:
 
 
 def _without_empty_thinking(message: Message) -> Message:
-    parts = [Text(text="") if isinstance(part, Thinking) and not part.text else part for part in message.parts]
+    parts = [Text(text="") if _is_empty(part) else part for part in message.parts]
     return replace(message, parts=tuple(parts))
+
+
+def _is_empty(part: Part) -> bool:
+    """Whether it is a thought of no characters that stood in the text."""
+    return isinstance(part, Thinking) and not part.text and part.written is not None
 
 
 def _named_parts(message: Message) -> bool:
