@@ -21,13 +21,11 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from luthier.presets import model_folder, tokenizer_folder
-from luthier.presets.pictures import picture_rows
-from luthier.presets.skills import skills_rows
-from luthier.presets.sounds import sound_rows
+from luthier.presets.datasets import dataset_rows
 
 VOCAB_SIZE = 2048
 MEDIA_VOCAB_SIZE = 480  # nearly every word of the questions has an id of its own
-MEDIA_ROWS = {"tiny-qwen3-vl": picture_rows, "tiny-qwen2-audio": sound_rows}
+MEDIA_ROWS = {"tiny-qwen3-vl": "pictures", "tiny-qwen2-audio": "sounds"}
 MODEL_MAX_LENGTH = 2048
 
 # In the order of their ids, which follow the learned vocabulary.
@@ -144,9 +142,9 @@ def main() -> None:
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     tiny = tokenizer_folder("tiny")
     write_tokenizer(tiny if root is None else root / "tiny", train_tokenizer(VOCAB_SIZE, _texts()))
-    for name, rows in MEDIA_ROWS.items():
+    for name, dataset in MEDIA_ROWS.items():
         folder = model_folder(name) if root is None else root / name
-        write_tokenizer(folder, train_tokenizer(MEDIA_VOCAB_SIZE, _media_texts(rows("train"))))
+        write_tokenizer(folder, train_tokenizer(MEDIA_VOCAB_SIZE, _media_texts(dataset_rows(dataset, "train"))))
         shutil.copyfile(tiny / "chat_template.jinja", folder / "chat_template.jinja")
 
 
@@ -206,7 +204,7 @@ def tokenizer_config() -> dict[str, Any]:
 def _texts() -> Iterator[str]:
     yield PROSE
     yield WORDS
-    for row in skills_rows("train"):
+    for row in dataset_rows("skills", "train"):
         yield from _strings(row["messages"])
         yield from _strings(row.get("tools", []))
 

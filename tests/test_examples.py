@@ -11,7 +11,7 @@ import pytest
 from luthier.cli.main import EXIT_USER, run
 from luthier.config.loading import load_config, load_config_text
 from luthier.errors import ConfigError
-from luthier.presets.skills import DECLARATION
+from luthier.presets.datasets import dataset_rows
 from luthier.rewards.function_process import ToolBox
 from tests.conftest import refused
 
@@ -52,7 +52,9 @@ def test_the_example_with_a_tool_begins_at_a_model_that_calls_it(
     config = load_config(Path("examples/tools.yaml"))
     assert config.model.name_or_path == str(first_model("tools_sft"))
     with closing(ToolBox(config.rollout.tools)) as tools:
-        assert tools.declarations == [DECLARATION], "it was taught to call this very tool"
+        assert tools.declarations == next(dataset_rows("lookups_sft", "train"))["tools"], (
+            "it was taught to call this very tool"
+        )
 
 
 def first_model(name: str = "preferences_sft") -> Path:

@@ -2,7 +2,7 @@
 templates.
 
 Models and the tokenizer are ordinary local folders in Hugging Face's layout (a config and no weights; those of models
-that see or hear also have their processor and a tokenizer of their own). Data sets are generated, see
+that see or hear also have their processor and a tokenizer of their own). Data sets are in
 `luthier.presets.datasets`. Configs name them ``preset:tiny-qwen3`` and ``preset:skills``. Chat templates by name
 (``chatml``) are for models that have none of their own.
 """

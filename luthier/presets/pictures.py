@@ -20,16 +20,16 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.presets.questions import JsonObject, Quiz, QuizQuestion, QuizSkill, quiz_rows
+from luthier.presets.quizzes import JsonObject, Quiz, QuizQuestion, QuizSkill, quiz_rows
 
 _NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four"}
 
 
 def picture_rows(split: str) -> Iterator[JsonObject]:
     """``{"skill": NAME, "messages": MESSAGES}``, pictures as ``{"type": "image", "image": {"bytes": PNG}}`` before the
-    first question; else as `quiz_rows` says. Raises `SourceError` for another split.
+    first question; else as `quiz_rows` says.
     """
-    yield from quiz_rows("pictures", SKILLS, split)
+    yield from quiz_rows(SKILLS, split)
 
 
 def _draw_describe(rng: Random) -> Quiz:

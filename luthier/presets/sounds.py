@@ -23,7 +23,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.presets.questions import JsonObject, Quiz, QuizQuestion, QuizSkill, quiz_rows
+from luthier.presets.quizzes import JsonObject, Quiz, QuizQuestion, QuizSkill, quiz_rows
 from luthier.writing import counted
 
 _NUMBERS = ("one", "two", "three", "four")
@@ -31,9 +31,9 @@ _NUMBERS = ("one", "two", "three", "four")
 
 def sound_rows(split: str) -> Iterator[JsonObject]:
     """``{"skill": NAME, "messages": MESSAGES}``, a sound as ``{"type": "audio", "audio": {"bytes": WAV}}`` before the
-    first question; else as `quiz_rows` says. Raises `SourceError` for another split.
+    first question; else as `quiz_rows` says.
     """
-    yield from quiz_rows("sounds", SKILLS, split)
+    yield from quiz_rows(SKILLS, split)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.loader.feed import Feed, feed_folder
 from luthier.loader.feed_files import FeedJob
 from luthier.preparation.prepare import prepare
-from luthier.presets.skills import skills_rows
+from luthier.presets.datasets import dataset_rows
 from luthier.training.fit import fit, fit_live
 from luthier.training.report.result import RunResult
 
@@ -25,7 +25,7 @@ SIZES = {"first": 120, "second": 60, "held_a": 9, "held_b": 12, "held_c": 15}
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("data")
-    rows = skills_rows("train")
+    rows = dataset_rows("skills", "train")
     found = {}
     for name, size in SIZES.items():
         path = folder / f"{name}.jsonl"

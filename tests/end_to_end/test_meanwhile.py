@@ -20,7 +20,7 @@ from luthier.errors import BudgetError, CheckpointError, SourceError
 from luthier.loader.feed import Feed, feed_folder, prepares_meanwhile
 from luthier.loader.feed_files import FeedJob
 from luthier.loader.plan import StreamPlan
-from luthier.presets.skills import skills_rows
+from luthier.presets.datasets import dataset_rows
 from luthier.records import Address
 from luthier.training.data import open_live_data
 from luthier.training.fit import fit_data
@@ -35,7 +35,7 @@ NUM_ROWS = 400
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    lines = [json.dumps(row) for row, _ in zip(skills_rows("train"), range(NUM_ROWS), strict=False)]
+    lines = [json.dumps(row) for row, _ in zip(dataset_rows("skills", "train"), range(NUM_ROWS), strict=False)]
     lines[3] = "{"  # a row that is lost
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

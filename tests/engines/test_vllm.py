@@ -22,7 +22,7 @@ import luthier
 from luthier.check.golden import read_parity, served_otherwise
 from luthier.check.verify.server import TokenServer
 from luthier.errors import UserError
-from luthier.presets.skills import skills_rows
+from luthier.presets.datasets import dataset_rows
 
 READY_IN = 600.0  # seconds
 FLAGS = (
@@ -60,7 +60,7 @@ def python() -> str:
 def base(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run, exported, and questions."""
     folder = tmp_path_factory.mktemp("vllm")
-    rows = [json.dumps(row) for row in islice(skills_rows("test"), 24)]
+    rows = [json.dumps(row) for row in islice(dataset_rows("skills", "test"), 24)]
     (folder / "questions.jsonl").write_text("\n".join(rows), encoding="utf-8")
     luthier.train(described(folder / "run"))
     assert luthier.export_run(folder / "run", luthier.ExportOptions(to=folder / "exported")).ok

@@ -15,7 +15,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import StoreError
 from luthier.preparation import work_units as units_room
 from luthier.preparation.prepare import prepare
-from luthier.presets.skills import skills_rows
+from luthier.presets.datasets import dataset_rows
 from luthier.store import store as store_room
 from luthier.store.care import verify_store
 from luthier.store.disk import Disk
@@ -94,7 +94,7 @@ def write_rows(path: Path, num_rows: int, *, broken: bool) -> Path:
     """Rows of the embedded data set; ``broken``: with bad ones among them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        for number, row in enumerate(itertools.islice(skills_rows("train"), num_rows)):
+        for number, row in enumerate(itertools.islice(dataset_rows("skills", "train"), num_rows)):
             if broken and number % BROKEN_EVERY == BROKEN_EVERY - 1:
                 file.write('{"messages": []}\n' if number % 2 else "{broken\n")
             file.write(json.dumps(row) + "\n")

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from luthier.errors import SourceError
-from luthier.presets.questions import SPLITS
-from luthier.presets.skills import COLUMNS, look_up, lookup_rows, lookup_sft_rows
+from luthier.presets.datasets import SPLITS, dataset_rows
+from tests.presets.rows_script import SCRIPT
+
+COLUMNS, look_up = SCRIPT.COLUMNS, SCRIPT.look_up
 
 Row = dict[str, Any]
 
@@ -31,7 +33,7 @@ def called(row: Row) -> dict[str, str] | None:
 
 @pytest.mark.parametrize(("split", "num_questions"), [("train", 190), ("test", 50)])
 def test_the_answer_is_what_the_tool_says_of_the_column_that_is_asked_for(split: str, num_questions: int) -> None:
-    rows = list(lookup_rows(split))
+    rows = list(dataset_rows("lookups", split))
     columns = columns_asked()
     assert len(rows) == num_questions and all(said(row)[0] in columns for row in rows)
     for row in rows:
@@ -45,7 +47,9 @@ def test_the_answer_is_what_the_tool_says_of_the_column_that_is_asked_for(split:
 
 def columns_asked(*splits: str) -> dict[str, str]:
     """Which column a question is about, as the rows without a call say."""
-    rows = [said(row) for split in splits or SPLITS for row in lookup_sft_rows(split) if called(row) is None]
+    rows = [
+        said(row) for split in splits or SPLITS for row in dataset_rows("lookups_sft", split) if called(row) is None
+    ]
     return {question.removesuffix(" Price or stock?"): answer for question, answer in rows}
 
 
@@ -63,7 +67,7 @@ def _is_item(word: str) -> bool:
 
 
 def test_conversations_call_either_column_and_their_results_are_not_those_of_the_tool() -> None:
-    rows = [row for row in lookup_sft_rows("train") if called(row) is not None]
+    rows = [row for row in dataset_rows("lookups_sft", "train") if called(row) is not None]
     by_question: dict[str, list[str]] = {}
     true = 0
     for row in rows:
@@ -76,9 +80,9 @@ def test_conversations_call_either_column_and_their_results_are_not_those_of_the
 
 
 def test_held_out_questions_are_about_other_items() -> None:
-    items = [{item_of(said(row)[0]) for row in lookup_rows(split)} for split in SPLITS]
+    items = [{item_of(said(row)[0]) for row in dataset_rows("lookups", split)} for split in SPLITS]
     assert [len(one) for one in items] == [19, 5] and not items[0] & items[1]
     pairs = [{(item_of(asked), column) for asked, column in columns_asked(split).items()} for split in SPLITS]
     assert not pairs[0] & pairs[1]
     with pytest.raises(SourceError):
-        list(lookup_rows("other"))
+        list(dataset_rows("lookups", "other"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,20 +16,14 @@ from luthier.config.schema import SourceConfig
 from luthier.errors import SourceError
 from luthier.presets import tokenizer_folder
 from luthier.presets.datasets import dataset_names, dataset_rows
-from luthier.presets.preferences import feedback_rows, preference_rows, preference_sft_rows
-from luthier.presets.questions import ANIMALS_BY_SIZE, PEOPLE, QUESTIONS, STATEMENTS
-from luthier.presets.skills import skills_rows
 from luthier.records import Conversation, Feedback, Preference
 from luthier.sources import RawRow, open_sources
+from tests.presets.rows_script import SCRIPT
 
 Row = dict[str, Any]
 Rows = Callable[[str], Iterator[Row]]
 SPLITS = ("train", "test")
-FORMS: dict[str, Rows] = {
-    "preferences": preference_rows,
-    "feedback": feedback_rows,
-    "preferences_sft": preference_sft_rows,
-}
+FORMS: dict[str, Rows] = {name: partial(dataset_rows, name) for name in ("preferences", "feedback", "preferences_sft")}
 NUM_ROWS = {
     ("preferences", "train"): 1500,
     ("preferences", "test"): 216,
@@ -88,7 +83,7 @@ EVEN = {"length": 0.5, "greeting": 0.5, "word": 0.5}
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_only_prompt_and_answer_together_tell_which_answer_is_wanted(split: str) -> None:
-    rows = list(preference_rows(split))
+    rows = list(dataset_rows("preferences", split))
     assert right_share(rows, lambda _, answer: len(answer)) == EVEN
     assert right_share(rows, lambda _, answer: hash(answer)) == EVEN  # whatever one likes about answers
     assert right_share(rows, lambda prompt, _: len(prompt)) == EVEN
@@ -96,13 +91,15 @@ def test_only_prompt_and_answer_together_tell_which_answer_is_wanted(split: str)
 
 
 def test_a_preference_for_an_answer_would_be_found() -> None:
-    rows = [row for row in preference_rows("test") if "quick" not in prompt_of(row)]  # half of some twins is gone
+    rows = [
+        row for row in dataset_rows("preferences", "test") if "quick" not in prompt_of(row)
+    ]  # half of some twins is gone
     assert right_share(rows, lambda _, answer: len(answer))["length"] > 0.5
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_chosen_and_rejected_answers_are_the_same_texts(split: str) -> None:
-    rows = list(preference_rows(split))
+    rows = list(dataset_rows("preferences", split))
     chosen, rejected = (Counter(answer_of(row, name) for row in rows) for name in ("chosen", "rejected"))
     assert chosen == rejected and all(row["chosen"] != row["rejected"] for row in rows)
     assert len({style_of(answer) for answer in chosen}) == 6
@@ -111,7 +108,10 @@ def test_chosen_and_rejected_answers_are_the_same_texts(split: str) -> None:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_feedback_is_half_desirable_in_every_style_and_asks_every_prompt_once(split: str) -> None:
-    rows, pairs = list(feedback_rows(split)), {prompt_of(row): row for row in preference_rows(split)}
+    rows, pairs = (
+        list(dataset_rows("feedback", split)),
+        {prompt_of(row): row for row in dataset_rows("preferences", split)},
+    )
     assert {prompt_of(row) for row in rows} == set(pairs) and len(rows) == len(pairs)
     found = Counter((style_of(answer_of(row, "completion")), row["label"]) for row in rows)
     assert len(found) == 12 and len(set(found.values())) == 1
@@ -126,9 +126,12 @@ def test_feedback_is_half_desirable_in_every_style_and_asks_every_prompt_once(sp
 @pytest.mark.parametrize("split", SPLITS)
 def test_sft_rows_answer_every_prompt_both_ways(split: str) -> None:
     given: defaultdict[str, list[str]] = defaultdict(list)
-    for row in preference_sft_rows(split):
+    for row in dataset_rows("preferences_sft", split):
         given[prompt_of(row)].append(row["messages"][1]["content"])
-    pairs = {prompt_of(row): {answer_of(row, "chosen"), answer_of(row, "rejected")} for row in preference_rows(split)}
+    pairs = {
+        prompt_of(row): {answer_of(row, "chosen"), answer_of(row, "rejected")}
+        for row in dataset_rows("preferences", split)
+    }
     assert {prompt: set(answers) for prompt, answers in given.items() if prompt in pairs} == pairs
     assert all(len(given[prompt]) == 2 for prompt in pairs)
     small_talk = {prompt: answers for prompt, answers in given.items() if prompt not in pairs}
@@ -136,9 +139,9 @@ def test_sft_rows_answer_every_prompt_both_ways(split: str) -> None:
 
 
 ASKED = {
-    question.format(name=person.name): (STATEMENTS[attribute].format(name=person.name, value=value), value)
-    for person in PEOPLE
-    for attribute, questions in QUESTIONS.items()
+    question.format(name=person.name): (SCRIPT.STATEMENTS[attribute].format(name=person.name, value=value), value)
+    for person in SCRIPT.PEOPLE
+    for attribute, questions in SCRIPT.QUESTIONS.items()
     for question in questions
     for value in [getattr(person, attribute)]
 }
@@ -147,7 +150,7 @@ ASKED = {
 
 def question_of(prompt: str) -> str | None:
     """What a prompt asks, whatever cue stands behind it; animals in the order of their names; None for small talk."""
-    animals = [word for word in prompt.replace(".", "").split() if word in ANIMALS_BY_SIZE]
+    animals = [word for word in prompt.replace(".", "").split() if word in SCRIPT.ANIMALS_BY_SIZE]
     if animals:
         return " ".join(sorted(animals))
     return next((question for question in ASKED if prompt.startswith(f"{question} ")), None)
@@ -168,20 +171,22 @@ def test_no_held_out_question_is_asked_in_train(name: str) -> None:
 
 
 def test_a_question_that_skills_holds_out_is_not_asked_here() -> None:
-    held_out = {row["messages"][0]["content"] for row in skills_rows("test") if row["skill"] == "facts"}
-    assert held_out and not held_out & {question_of(prompt_of(row)) for row in preference_rows("train")}
+    held_out = {row["messages"][0]["content"] for row in dataset_rows("skills", "test") if row["skill"] == "facts"}
+    assert held_out and not held_out & {question_of(prompt_of(row)) for row in dataset_rows("preferences", "train")}
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_both_answers_are_right(split: str) -> None:
-    for row in preference_rows(split):
+    for row in dataset_rows("preferences", split):
         question = question_of(prompt_of(row))
         assert question is not None
         for answer in (answer_of(row, "chosen"), answer_of(row, "rejected")):
             if row["rule"] == "word":
-                first, second = (ANIMALS_BY_SIZE.index(word) for word in (answer.split()[1], answer.split()[-1][:-1]))
+                first, second = (
+                    SCRIPT.ANIMALS_BY_SIZE.index(word) for word in (answer.split()[1], answer.split()[-1][:-1])
+                )
                 assert (first > second) == ("bigger" in answer) and first != second
-                assert sorted(ANIMALS_BY_SIZE[i] for i in (first, second)) == question.split()
+                assert sorted(SCRIPT.ANIMALS_BY_SIZE[i] for i in (first, second)) == question.split()
             else:
                 sentence, value = ASKED[question]
                 assert answer in (f"I know that {sentence}", value, f"Dear friend, {sentence}", f"{sentence} Good day!")
@@ -199,21 +204,21 @@ def test_the_three_forms_tell_of_the_same_prompt() -> None:
     greeted = {"role": "assistant", "content": "Dear friend, Hugo plays the cello."}
     taken_leave_of = {"role": "assistant", "content": "Hugo plays the cello. Good day!"}
     row = {"rule": "greeting", "prompt": [asked]}
-    assert next(preference_rows("train")) == {**row, "chosen": [greeted], "rejected": [taken_leave_of]}
-    assert next(feedback_rows("train")) == {**row, "completion": [greeted], "label": True}
-    both = [row["messages"] for row in preference_sft_rows("train") if row["messages"][0] == asked]
+    assert next(dataset_rows("preferences", "train")) == {**row, "chosen": [greeted], "rejected": [taken_leave_of]}
+    assert next(dataset_rows("feedback", "train")) == {**row, "completion": [greeted], "label": True}
+    both = [row["messages"] for row in dataset_rows("preferences_sft", "train") if row["messages"][0] == asked]
     assert sorted(messages[1]["content"] for messages in both) == [greeted["content"], taken_leave_of["content"]]
 
 
 def test_train_is_shuffled_and_test_takes_turns() -> None:
-    rules = [row["rule"] for row in preference_rows("test")]
+    rules = [row["rule"] for row in dataset_rows("preferences", "test")]
     assert rules[:6] == ["length", "length", "greeting", "greeting", "word", "word"] and rules == rules[:6] * 36
-    assert [row["rule"] for row in preference_rows("train")][:600] != rules[:6] * 100
+    assert [row["rule"] for row in dataset_rows("preferences", "train")][:600] != rules[:6] * 100
 
 
 def test_rows_are_small() -> None:
     tokenizer = Tokenizer.from_file(str(tokenizer_folder("tiny") / "tokenizer.json"))
-    for row in preference_rows("train"):
+    for row in dataset_rows("preferences", "train"):
         texts = [prompt_of(row), answer_of(row, "chosen"), answer_of(row, "rejected")]
         num_tokens = [len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
         assert sum(num_tokens) < 50 and all(n <= 16 for n in num_tokens[1:])

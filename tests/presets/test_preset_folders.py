@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import luthier
 from luthier.errors import ModelError
 from luthier.presets import model_folder, model_names, tokenizer_folder
-from luthier.presets.datasets import dataset_names, dataset_rows
+from luthier.presets.datasets import ROWS_FOLDER, dataset_names, dataset_rows
+from tests.presets.rows_script import SCRIPT
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -151,3 +153,9 @@ def test_a_template_prints_a_text_and_a_list_of_one_text_alike(folder: Path) -> 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     for said in ("", "Let me see."):
         assert rendered(said, listed=True) == rendered(said, listed=False)
+
+
+def test_the_script_writes_the_rows_of_texts_again(tmp_path: Path) -> None:
+    SCRIPT.write_rows(tmp_path)
+    written = {path.name: gzip.decompress(path.read_bytes()) for path in tmp_path.iterdir()}
+    assert written == {path.name: gzip.decompress(path.read_bytes()) for path in ROWS_FOLDER.iterdir()}

@@ -12,20 +12,20 @@ from tokenizers import Tokenizer
 
 from luthier.errors import SourceError
 from luthier.presets import tokenizer_folder
-from luthier.presets.questions import KINDS, NAMES, PEOPLE, QUESTIONS, STATEMENTS
-from luthier.presets.skills import SKILLS, TOOLS, skills_rows
+from luthier.presets.datasets import dataset_rows
+from tests.presets.rows_script import SCRIPT
 
 Row = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def train() -> list[Row]:
-    return list(skills_rows("train"))
+    return list(dataset_rows("skills", "train"))
 
 
 @pytest.fixture(scope="module")
 def test() -> list[Row]:
-    return list(skills_rows("test"))
+    return list(dataset_rows("skills", "test"))
 
 
 def asked(row: Row) -> list[str]:
@@ -61,18 +61,18 @@ def faults(row: Row) -> list[str]:
 
 
 def test_a_split_is_the_same_every_time(train: list[Row], test: list[Row]) -> None:
-    assert json.dumps(train) == json.dumps(list(skills_rows("train")))
-    assert json.dumps(test) == json.dumps(list(skills_rows("test")))
+    assert json.dumps(train) == json.dumps(list(dataset_rows("skills", "train")))
+    assert json.dumps(test) == json.dumps(list(dataset_rows("skills", "test")))
 
 
 def test_each_skill_has_the_rows_it_declares(train: list[Row], test: list[Row]) -> None:
-    assert Counter(row["skill"] for row in train) == {skill.name: skill.num_train for skill in SKILLS}
-    assert Counter(row["skill"] for row in test) == {skill.name: skill.num_test for skill in SKILLS}
+    assert Counter(row["skill"] for row in train) == {skill.name: skill.num_train for skill in SCRIPT.SKILLS}
+    assert Counter(row["skill"] for row in test) == {skill.name: skill.num_test for skill in SCRIPT.SKILLS}
     assert 3000 <= len(train) <= 10000 and 200 <= len(test) <= 400
 
 
 def test_the_first_test_rows_show_every_skill(test: list[Row]) -> None:
-    assert [row["skill"] for row in test[: len(SKILLS)]] == [skill.name for skill in SKILLS]
+    assert [row["skill"] for row in test[: len(SCRIPT.SKILLS)]] == [skill.name for skill in SCRIPT.SKILLS]
 
 
 def test_no_row_occurs_twice(train: list[Row], test: list[Row]) -> None:
@@ -101,18 +101,18 @@ def test_the_check_of_turns_and_calls_finds_faults() -> None:
     }
     row = {
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}],
-        "tools": list(TOOLS),
+        "tools": list(SCRIPT.TOOLS),
     }
     assert faults(row) == ["get_weather is called with ['village']"]
 
 
 def test_answers_about_people_are_true(train: list[Row], test: list[Row]) -> None:
     truth = {
-        question.format(name=person.name): STATEMENTS[attribute].format(
+        question.format(name=person.name): SCRIPT.STATEMENTS[attribute].format(
             name=person.name, value=getattr(person, attribute)
         )
-        for person in PEOPLE
-        for attribute, questions in QUESTIONS.items()
+        for person in SCRIPT.PEOPLE
+        for attribute, questions in SCRIPT.QUESTIONS.items()
         for question in questions
     }
     rows = [row for row in [*train, *test] if row["skill"] == "facts"]
@@ -123,7 +123,7 @@ def test_sorted_names_are_sorted(test: list[Row]) -> None:
     for row in test:
         if row["skill"] == "sort":
             names = row["messages"][-1]["content"].removeprefix("In order: ").removesuffix(".").split(", ")
-            assert names == sorted(names) and set(names) <= set(NAMES)
+            assert names == sorted(names) and set(names) <= set(SCRIPT.NAMES)
 
 
 def test_one_question_about_a_word_has_one_answer(train: list[Row], test: list[Row]) -> None:
@@ -134,7 +134,7 @@ def test_one_question_about_a_word_has_one_answer(train: list[Row], test: list[R
 
 
 def test_kinds_do_not_overlap() -> None:
-    words = [word for words in KINDS.values() for word in words]
+    words = [word for words in SCRIPT.KINDS.values() for word in words]
     assert len(words) == len(set(words))
 
 
@@ -147,4 +147,4 @@ def test_every_string_is_encoded_without_loss(train: list[Row], test: list[Row])
 
 def test_an_unknown_split_is_refused_by_name() -> None:
     with pytest.raises(SourceError, match=r"no split 'validation'(.|\n)*train and test"):
-        next(skills_rows("validation"))
+        next(dataset_rows("skills", "validation"))

@@ -14,7 +14,7 @@ from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 
 from luthier.presets import tokenizer_folder
-from luthier.presets.skills import skills_rows
+from luthier.presets.datasets import dataset_rows
 
 FOLDER = tokenizer_folder("tiny")
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_tiny_tokenizer.py"
@@ -162,7 +162,7 @@ def test_switching_thinking_off_opens_answers_and_the_prompt_with_an_empty_block
 
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
 def test_without_thinking_every_history_is_a_prefix_of_what_follows(hf: Any, variables: dict[str, Any]) -> None:
-    rows = [row for row in skills_rows("test") if not any("reasoning_content" in m for m in row["messages"])]
+    rows = [row for row in dataset_rows("skills", "test") if not any("reasoning_content" in m for m in row["messages"])]
     assert {"recall", "tools", "style"} <= {row["skill"] for row in rows}
     for row in rows:
         messages, tools = row["messages"], row.get("tools")
