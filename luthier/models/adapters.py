@@ -28,7 +28,7 @@ from luthier.config.schema import AdapterConfig, AdapterType, ModelPart
 from luthier.errors import ModelError
 from luthier.models.adapter_files import continue_adapter, quiet_peft
 from luthier.models.model import REWARD_HEAD
-from luthier.models.quantized import num_weights
+from luthier.models.quantized import num_packed, num_weights, packed_layers
 from luthier.models.routers import router_names
 from luthier.models.submodules import ModelParts, find_parts
 from luthier.writing import counted
@@ -115,7 +115,7 @@ def parts_left_out(model: PreTrainedModel, section: AdapterConfig) -> tuple[Mode
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """``(all, trainable)`` numbers of parameters; tied ones count once."""
     parameters = list(model.parameters())
-    return sum(map(num_weights, parameters)), sum(p.numel() for p in parameters if p.requires_grad)
+    return sum(map(num_weights, parameters)) + num_packed(model), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def adapter_facts(model: nn.Module) -> dict[str, object]:
@@ -412,11 +412,9 @@ def _trainable_rows(
 
 
 def _linear_modules(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> list[str]:
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding) and parts.of(name) in section.train_parts
-    ]
+    found = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    found |= packed_layers(model).keys()
+    return [name for name, _ in model.named_modules() if name in found and parts.of(name) in section.train_parts]
 
 
 def _check_some_targeted(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> None:
@@ -454,7 +452,8 @@ def _targets(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) 
     if ALL_LINEAR in patterns:
         if len(patterns) > 1:
             raise ModelError(f"adapter.target_modules: {ALL_LINEAR} stands alone", hint="drop the other patterns")
-        return ALL_LINEAR
+        packed = packed_layers(model)  # PEFT adapts these, and does not find them by this word
+        return [name for name in packed if parts.of(name) in section.train_parts] if packed else ALL_LINEAR
     linear = _linear_modules(model, section, parts)
     chosen: list[str] = []
     for pattern in patterns:

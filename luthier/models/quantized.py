@@ -190,6 +190,17 @@ def is_quantized(model: nn.Module) -> bool:
     return getattr(model, "hf_quantizer", None) is not None
 
 
+def packed_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers of GPTQ and AWQ, which have no ``weight``: their numbers are packed in a buffer ``qweight``."""
+    return {name: layer for name, layer in model.named_modules() if "qweight" in layer._buffers}
+
+
+def num_packed(model: nn.Module) -> int:
+    """How many numbers the buffers of `packed_layers` stand for."""
+    sizes: list[Any] = list(packed_layers(model).values())
+    return sum(layer.in_features * layer.out_features for layer in sizes)
+
+
 def rounds_inputs(model: nn.Module) -> bool:
     """Whether some layers also round what goes into them, as bitsandbytes' of 8 bits do."""
     return any(type(parameter).__name__ == "Int8Params" for parameter in model.parameters())
@@ -331,12 +342,15 @@ def held_tensors(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
 def quantization_note(model: PreTrainedModel) -> str:
     """``14 linear layers quantized, 62% of the weights; all weights take 1.2 MiB instead of 4.0``."""
     every = list(model.parameters())
+    packed = [buffer for layer in packed_layers(model).values() for buffer in layer.buffers()]
     whole = model.config.dtype.itemsize
     quantized = [p for p in every if num_bytes(p) != p.numel() * p.element_size() or not p.is_floating_point()]
-    numbers = sum(map(num_weights, every))
-    share = sum(map(num_weights, quantized)) / max(1, numbers)
-    before, after = numbers * whole / 2**20, sum(map(num_bytes, every)) / 2**20
-    layers = f"{counted(len(quantized), 'linear layer')} quantized, {share:.0%} of the weights"
+    numbers = sum(map(num_weights, every)) + num_packed(model)
+    share = (sum(map(num_weights, quantized)) + num_packed(model)) / max(1, numbers)
+    before, after = numbers * whole / 2**20, sum(map(num_bytes, [*every, *packed])) / 2**20
+    layers = (
+        f"{counted(len(quantized) + len(packed_layers(model)), 'linear layer')} quantized, {share:.0%} of the weights"
+    )
     return f"{layers}; all weights take {after:,.1f} MiB instead of {before:,.1f}"
 
 

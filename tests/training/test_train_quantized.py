@@ -33,8 +33,9 @@ from luthier.config.inputs import QuantizationConfig
 from luthier.config.schema import AdapterConfig, AdapterType, RunConfig
 from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 from luthier.errors import ModelError
+from luthier.models.adapters import apply_adapter, count_parameters
 from luthier.models.model import load_model
-from luthier.models.quantized import check_stored, is_quantized, settle, whole_weight
+from luthier.models.quantized import check_stored, is_quantized, quantization_note, settle, whole_weight
 from luthier.models.vocabulary import Vocabulary
 from luthier.training.assemble import make_model
 from luthier.training.fit import fit_data
@@ -337,6 +338,86 @@ def _write(base: Path, folder: Path, weights: dict[str, torch.Tensor], how: dict
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
+
+
+def _eight_in_one(ints: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Columns of numbers of 4 bits, eight of them in each int32."""
+    packed = sum((ints[:, place::8].long() & 15) << (4 * shift) for shift, place in enumerate(order))
+    assert isinstance(packed, torch.Tensor)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def _in_gptq_or_awq(base: Path, folder: Path, method: str) -> dict[str, torch.Tensor]:
+    """4 bits with a scale and a zero point for each 32 numbers of a row, in the layout of either method."""
+    weights, written, size = load_file(base / "model.safetensors"), {}, 32
+    for name, weight in list(weights.items()):
+        if not name.endswith("_proj.weight"):
+            written[name] = weight.half()
+            continue
+        groups, module = weight.reshape(weight.shape[0], -1, size), name.removesuffix(".weight")
+        least, most = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scales = ((most - least) / 15).half().float()
+        zeros = (-least / scales).round().clamp(0, 15)
+        ints = ((groups / scales[..., None]).round() + zeros[..., None]).clamp(0, 15)
+        weights[name] = ((ints - zeros[..., None]) * scales[..., None]).reshape(weight.shape)
+        ints_OI, zeros_GO = ints.reshape(weight.shape).int(), zeros.T.int()
+        written[f"{module}.scales"] = scales.T.half()
+        if method == "gptq":  # along the inputs; zero points are less by 1
+            written[f"{module}.qweight"] = _eight_in_one(ints_OI).T
+            written[f"{module}.qzeros"] = _eight_in_one(zeros_GO - 1)
+            written[f"{module}.g_idx"] = torch.arange(weight.shape[1], dtype=torch.int32) // size
+        else:
+            order = (0, 2, 4, 6, 1, 3, 5, 7)
+            written[f"{module}.qweight"] = _eight_in_one(ints_OI.T, order)
+            written[f"{module}.qzeros"] = _eight_in_one(zeros_GO, order)
+    of_method = {"desc_act": False, "sym": False} if method == "gptq" else {"zero_point": True, "version": "gemm"}
+    _write(base, folder, written, {"quant_method": method, "bits": 4, "group_size": size, **of_method})
+    return weights
+
+
+@pytest.mark.filterwarnings("ignore")  # gptqmodel's own
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_model_in_gptq_or_awq_is_trained_on_as_it_is(base: Path, train: Train, tmp_path: Path, method: str) -> None:
+    pytest.importorskip("gptqmodel", reason="gptqmodel, which is built from source, is not installed")
+    stored = tmp_path / "stored"
+    expected = _in_gptq_or_awq(base, stored, method)
+    config = make_config(tmp_path, model={"name_or_path": str(stored)}, adapter=LORA)
+    model = load_model(config, Vocabulary.of(load_tokenizer("preset:tiny-qwen3"))).model
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    whole.load_state_dict(expected, strict=False)
+    ids = _batch(2)["input_ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits.float(), whole(ids).logits, rtol=0.01, atol=0.05)
+    notes: list[str] = []
+    chosen = {**_on(stored, None), "model": {"name_or_path": str(stored)}, "adapter": {"type": "lora", "r": 4}}
+    result = train(make_data(make_segments(4)), on_event=lambda e: notes.append(str(e)), **chosen)
+    assert _losses(result)[-1] < _losses(result)[0] and any("14 linear layers quantized" in note for note in notes)
+    gone_on = {**chosen, "adapter": {"type": "lora", "name_or_path": str(tmp_path / "run" / "model")}}
+    more = train(make_data(make_segments(4)), output__dir=str(tmp_path / "more"), **gone_on)
+    assert _losses(more)[0] < _losses(result)[0]
+
+
+class _Packed(nn.Module):
+    """A layer as GPTQ and AWQ have them: numbers in a buffer, and no ``weight``."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.register_buffer("qweight", torch.zeros(layer.in_features // 8, layer.out_features, dtype=torch.int32))
+
+
+def test_layers_without_a_weight_are_found_and_counted(base: Path) -> None:
+    """PEFT's own all-linear does not find them; this stand-in is one that it cannot adapt, and says so."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    before = count_parameters(model)[0]
+    for layer in model.model.layers:
+        layer.mlp.up_proj = _Packed(layer.mlp.up_proj)
+    assert count_parameters(model)[0] == before
+    assert "2 linear layers quantized" in quantization_note(model)
+    with pytest.raises(ModelError, match="_Packed"):
+        apply_adapter(model, AdapterConfig(type=AdapterType.LORA))
+    with pytest.raises(ModelError, match="no_such_layer"):
+        apply_adapter(model, AdapterConfig(type=AdapterType.LORA, target_modules=["no_such_layer"]))
 
 
 @pytest.mark.parametrize("write", [_in_8_bit_floats, _in_packed_ints, _experts_in_4_bit_floats])
