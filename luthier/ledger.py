@@ -3,6 +3,7 @@ trained."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,11 +95,11 @@ class Ledger:
         assert 0 <= trained <= self.prepared, f"ledger: {trained} trained of {self.prepared} prepared"
         allowed = max_drop * self.read if max_drop < 1 else max_drop
         if self.lost > allowed:
+            other_cut = ", choose another data.overflow" if self.dropped["too_long"] else ""
             raise BudgetError(
-                f"{self.lost} of {counted(self.read, 'row is', 'rows are')} lost, {allowed:g} may be "
-                f"(data.max_drop={max_drop:g}): "
-                f"{self.reasons()}",
-                hint="fix the rows, choose another data.overflow, or raise data.max_drop",
+                f"{self.lost} of {counted(self.read, 'row is', 'rows are')} lost, and data.max_drop={max_drop:g} "
+                f"allows {math.floor(allowed):,}: {self.reasons()}",
+                hint=f"fix the rows{other_cut}, or raise data.max_drop",
             )
 
     def to_json(self) -> dict[str, Any]:

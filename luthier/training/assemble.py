@@ -105,7 +105,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: streams.World, te
             artifacts.save_model(loaded.model, base, tokenizer)
         loaded.model.name_or_path = str(base)  # what the adapter will name as its base
         what = f"with {' and '.join(merged)} merged" if merged else "of random weights"
-        tell(Note(text=f"model: the base {what} is saved in {BASE_FOLDER}/, for the adapter to be used with"))
+        tell(Note(text=f"model: the base {what} is saved in {BASE_FOLDER}/; the adapter works with these weights only"))
     loaded = quantize_whole(loaded, config)
     loaded.model.config.get_text_config().use_cache = False  # from here on: a cache would be a graph for each layer
     for note in _standing_notes(config, loaded):

@@ -39,7 +39,7 @@ output: {{dir: {tmp_path / "out"}}}
 def test_true_data_exits_with_0_and_says_what_was_checked(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["verify", config]) == 0
     out = capsys.readouterr().out
-    assert "true of every row" in out and "prompt_tokens" in out
+    assert "every row passes" in out and "prompt_tokens" in out
     assert "9 rows read = 8 prepared + 0 dropped + 1 quarantined" in out
 
 
@@ -106,7 +106,7 @@ def test_other_rows_and_the_store_can_be_verified(
     options: list[str], config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["verify", config, *options]) == 0
-    assert "true of every row" in capsys.readouterr().out
+    assert "every row passes" in capsys.readouterr().out
 
 
 def test_a_server_that_is_not_there_is_the_users_to_mend(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,8 +31,8 @@ def plan_table(plan: RunPlan) -> Group:
     if plan.clock is not None:
         parts.append(Padding(Text.assemble(("clock  ", "dim"), plan.clock), (0, 0, 1, 2)))
     if plan.no_packing is not None:
-        what = f"No packing: {plan.no_packing}. Packs are taken apart, each segment gets a padded row of its own; "
-        parts.append(Padding(Text(f"{what}train.packing: none plans it so", style="yellow"), (0, 0, 1, 2)))
+        what = f"No packing: {plan.no_packing}. Each segment gets a padded row of its own; to plan the run that way, "
+        parts.append(Padding(Text(f"{what}set train.packing: none", style="yellow"), (0, 0, 1, 2)))
     if plan.train.media:
         parts += [Text("Media", style="bold"), Padding(_media(plan.train.media, plan.train.tokens), (0, 0, 1, 2))]
     if len(plan.train.sources) > 1:
@@ -56,7 +56,8 @@ def ledger_line(ledger: Mapping[str, Any]) -> Group:
     for book, style in (("dropped", "yellow"), ("quarantined", "red")):
         for reason, count in ledger[book].items():
             lines.append(Text.assemble(f"  {count:,} {book}: ", (reason, style)))
-            lines.extend(Text(f"      {example}", style="dim") for example in ledger["examples"].get(reason, [])[:2])
+            for example in ledger["examples"].get(reason, [])[:2]:
+                lines.append(Padding(Text(example, style="dim"), (0, 0, 0, 6)))
     lines.extend(Text(f"  note: {count:,} {what}", style="dim") for what, count in ledger["notes"].items())
     return Group(*lines)
 
@@ -113,7 +114,7 @@ def _words_of(plan: RunPlan) -> str:
             f"A pack is a row of up to {counted(plan.max_length, 'token')} in which segments lie, "
             f"isolated from each other."
         )
-    words.append("Straggler factor: the work of the busiest device over the mean of all; 1 is even.")
+    words.append("The straggler factor is the work of the busiest device divided by the mean; at 1 no device waits.")
     return " ".join(words)
 
 
@@ -199,12 +200,12 @@ def _drawn(drawing: DrawingPlan) -> str:
 
 def _step_notes(plan: RunPlan) -> Iterator[str]:
     if plan.more_steps:
-        yield f"So few steps teach the model next to nothing. Enough steps come of {', or of '.join(plan.more_steps)}."
+        yield f"So few steps teach the model next to nothing. For enough steps, set {', or '.join(plan.more_steps)}."
     yield from plan.unmet
     if plan.warmup_steps >= plan.total_steps > 0:
         yield (
-            f"All {counted(plan.total_steps, 'step is', 'steps are')} warm-up: the rate never gets "
-            f"to its height; set train.warmup_steps: 0"
+            f"All {counted(plan.total_steps, 'step is', 'steps are')} warm-up: the learning rate "
+            f"never reaches its maximum; set train.warmup_steps: 0"
         )
     elif 2 * plan.warmup_steps > plan.total_steps:
         yield (

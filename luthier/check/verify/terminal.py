@@ -29,14 +29,14 @@ STRINGS_SHOWN = 8  # control strings that are named
 _NOTES = {
     "seam": "answers whose first letters a tokenizer would merge with the prompt; training keeps them apart, as "
     "inference does",
-    "derived": "answers that history shows otherwise than inference does, read in the sample after their prompt",
+    "derived": "answers that history shows in another form than inference does; they were read behind their prompt",
     "elsewhere_rows": "rows learned in one rendering (template.history: one_rendering), which inference does not show",
-    "elsewhere_answers": "answers of these that inference would show another context, or expect in another form",
+    "elsewhere_answers": "answers of these have another context, or another form, at inference",
     "elsewhere_tokens": "target tokens of these answers",
-    "long_rows": "long conversations (over 64 answers): judged by their first answers, their last, and some by lot",
+    "long_rows": "long conversations (over 64 answers): judged by their first, their last and some random answers",
     "drawn_answers": "answers of these that were rendered and judged token for token",
-    "passed_answers": "answers of these that were not: they are learned once, whole and in order, their context is not "
-    "compared",
+    "passed_answers": "answers of these that were not: they are learned once, whole and in order, but their context "
+    "was not compared",
     "shortened_rows": "rows that are too long, verified as the shorter conversations that data.overflow: keep_answer "
     "leaves of them; their messages are counted in these",
     "prompts_asked": "prompts compared with the server's",
@@ -83,7 +83,7 @@ def _headline(report: VerifyReport) -> Text:
         f"in {report.seconds:.1f} s"
     )
     verdict = (
-        ("true of every row", "bold green")
+        ("every row passes", "bold green")
         if report.ok
         else (counted(report.num_failed_rows, "row fails", "rows fail"), "bold red")
     )
@@ -102,7 +102,8 @@ def _checks(report: VerifyReport) -> Table:
     table.add_column("violations", justify="right", no_wrap=True)
     table.add_column("what it means", style="dim", overflow="fold")
     for result in report.checks:
-        table.add_row(*_check_row(result))
+        if result.rows_checked or result.violations:
+            table.add_row(*_check_row(result))
     return table
 
 
@@ -114,13 +115,14 @@ def _check_row(result: CheckResult) -> list[RenderableType]:
             Text("✗", style="bold red"), Text(name, style="red"), f"{result.rows_checked:,}",
             Text(f"{result.violations:,}", style="bold red"), meaning,
         ]  # fmt: skip
-    if not result.rows_checked:
-        return [Text("–", style="dim"), Text(name, style="dim"), Text("none", style="dim"), "", meaning]
     return [Text("✓", style="green"), name, f"{result.rows_checked:,}", Text("0", style="green"), meaning]
 
 
 def _facts(report: VerifyReport) -> list[RenderableType]:
     lines: list[RenderableType] = [Text(f"rendered a second time by {report.judge}", style="dim")]
+    idle = [result.check.value for result in report.checks if not result.rows_checked and not result.violations]
+    if idle:
+        lines.append(Text(f"not applicable to any row: {', '.join(idle)}", style="dim"))
     for method in Method:
         if report.methods[method]:
             lines.append(Text(f"{counted(report.methods[method], 'row')} {METHOD_MEANING[method]}", style="dim"))
@@ -130,7 +132,7 @@ def _facts(report: VerifyReport) -> list[RenderableType]:
         lines.append(
             Text(
                 f"{counted(count, 'control string stands', 'control strings stand')} in the "
-                f"rows' own text and stay text: {named}"
+                f"rows' own text, where they are encoded as text: {named}"
             )
         )
     for note, count in report.notes.items():

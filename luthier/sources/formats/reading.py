@@ -168,7 +168,7 @@ class Reading:
         if value is None or value == "":
             return self.layout.train_on
         if type(value) is not str or value not in list(TrainOn):
-            detail = f"{str(value)[:40]!r} is none of {', '.join(TrainOn)}"
+            detail = f"{str(value)[:40]!r} is not a policy of train_on; known policies: {', '.join(TrainOn)}"
             raise RowError("bad_train_on", detail, field=self.field("train_on"))
         return value
 

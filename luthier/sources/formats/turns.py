@@ -98,7 +98,7 @@ def _bad_role(message: dict[str, object], tags: Tags) -> RowError:
     if tags.role not in message:
         detail = f"the message has no {tags.role!r}; its keys are {sorted(message)}"
         return RowError("missing_role", detail + _other_style(message, tags), field=tags.role)
-    detail = f"{str(message[tags.role])[:40]!r} is none of {', '.join(sorted(tags.roles))}"
+    detail = f"{str(message[tags.role])[:40]!r} is not a role; known roles: {', '.join(sorted(tags.roles))}"
     return RowError("unknown_role", detail, field=tags.role)
 
 
@@ -165,7 +165,7 @@ def _read_part(item: object, role: str, tags: Tags, media: MediaQueue) -> list[P
             return _flagged(item, text, [Text(text=text)])
         case _:
             known = ", ".join(("text", "thinking", "reasoning", "tool_call", "tool_result", *_MEDIA_KINDS))
-            raise RowError("bad_part", f"part type {str(kind)[:40]!r} is none of {known}")
+            raise RowError("bad_part", f"{str(kind)[:40]!r} is not a type of part; known types: {known}")
 
 
 def _flagged(item: dict[str, object], text: str | None, parts: list[Part]) -> list[Part]:
