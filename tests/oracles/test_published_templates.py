@@ -27,12 +27,12 @@ REFUSED = "refused"
 WRITTEN_OUT = "<｜end▁of▁sentence｜>"  # DeepSeek's templates write the end-of-sequence token of their own tokenizer
 THOUGHT = re.compile(r"<think>\n.*?</think>\n\n", re.DOTALL)
 
-NO_TOOLS = "has no place for tools and refuses rows with any; the model's own leaves them out in silence"
-NO_WORDS = "refuses words beside a call; the model's own leaves them out in silence"
-NO_DEFAULTS = "has a form for tools, Llama 3.1's without its dates; the model's own leaves tools out in silence"
+NO_TOOLS = "has no place for tools and refuses rows with any; the model's own silently omits them"
+NO_WORDS = "refuses words beside a call; the model's own silently omits them"
+NO_DEFAULTS = "has a format for tools, which is Llama 3.1's without its dates; the model's own silently omits tools"
 SYSTEM_TOO = "takes a system message, as Gemma 3's own does; the first Gemma's refuses it"
-NO_LAST_END = "does not end a finished conversation with the end-of-sequence token, which no model has to write"
-NO_THINKING = "opens no thought in the generation prompt; the one that TRL keeps under DeepSeek V3's name does"
+NO_LAST_END = "does not write the end-of-sequence token after a finished conversation"
+NO_THINKING = "opens no thought in the generation prompt; TRL's template for DeepSeek V3 does"
 THOUGHTS = "shows the thought, or an empty one, of answers to the newest question; the model's own never shows one"
 DEEPSEEK_TOOLS = "has no place for tools and refuses rows with any"
 
