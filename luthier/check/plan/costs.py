@@ -216,12 +216,11 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HistoryCost:
-    """Rows of which some turn has an inference context of its own, since the template shows earlier answers otherwise
-    once later turns follow. Tokens are those of all segments, of rows with and without.
+    """Rows of which some turn has an inference context of its own, since the template changes earlier answers once
+    later turns follow. Tokens are those of all segments, of rows with and without.
 
     rows        how many they are, of ``all_rows``
-    habit       the beginning of what an answer has and its later self in the history has not; "" where it is rewritten
-                in another way
+    habit       the beginning of what the history leaves out of an answer; "" where it rewrites answers in another way
     shared      tokens computed if what turns have in common is computed once, ``unrolled`` if for each turn
     text        tokens of the text: those of ``shared`` without the answers that history repeats
     is_shared   the run computes ``shared``
@@ -245,14 +244,14 @@ class HistoryCost:
         """Why, how much, and the choices."""
         habit = f" (it leaves out {self.habit!r} …)" if self.habit else ""
         other = self.unrolled if self.is_shared else self.shared
-        choice = "unrolled" if self.is_shared else "shared"
+        choice = "Without sharing" if self.is_shared else "With sharing"
         setting = "false" if self.is_shared else "auto, with rows that are packed"
         return (
-            f"{self.ratio:.2f} tokens computed for one of text: in {self.rows:,} of "
-            f"{counted(self.all_rows, 'row')} the "
-            f"template shows earlier answers otherwise once later turns follow{habit}, so turns have contexts of "
-            f"their own. {choice.capitalize()} (train.shared_prompts: {setting}) it is {other / self.text:.2f}; "
-            "rendered once (template.history: one_rendering) 1.00 at most, in contexts that inference does not show"
+            f"{self.ratio:.2f} tokens are computed for each token of text: in {self.rows:,} of "
+            f"{counted(self.all_rows, 'row')} the template changes earlier answers once later turns follow{habit}, so "
+            f"each turn has a context of its own. {choice} (train.shared_prompts: {setting}) it would be "
+            f"{other / self.text:.2f}, with one rendering (template.history: one_rendering) at most 1.00, but in "
+            "contexts that inference does not show"
         )
 
 

@@ -113,7 +113,7 @@ def _isolation(parts: ObjectiveParts, model: nn.Module, tell: Callable[[str], No
             if found.shared:
                 return found
             why = "; ".join(found.notes)
-    tell(f"attention: what turns of a row share is computed for each of them, in rows that are longer for it: {why}")
+    tell(f"attention: the common beginning of a row's turns is computed once for each turn, in longer rows: {why}")
     return choose(shared=False)
 
 
