@@ -133,7 +133,7 @@ def test_a_model_that_cannot_have_trees_gets_sequences_and_the_run_says_why(
     run: Run, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right, weights = run(False)
-    told = "what turns of a row share is computed for each of them"
+    told = "the common beginning of a row's turns is computed once for each turn"
     assert not any(told in note for note in notes)
     problem = IsolationTrial.problem
 
