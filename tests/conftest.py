@@ -27,6 +27,10 @@ from luthier.errors import RowError
 # start inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# A wait of so many seconds is a hang. What tests wait for takes an idle machine seconds, but they also run on machines
+# that do other work: no test waits for less, unless it is about the length of a wait.
+HANG_SECONDS = 600.0
+
 gc.disable()  # until all is imported; it would look through it again and again
 SHARE = float(os.environ.get("LUTHIER_EXAMPLES", "0.4"))
 
@@ -208,4 +212,4 @@ def served_json(answer: Callable[[str, dict[str, Any] | None], tuple[int, object
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(10)
+        thread.join(HANG_SECONDS)

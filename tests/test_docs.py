@@ -28,6 +28,7 @@ from luthier.cli.main import run
 from luthier.config.explain import what_is_meant
 from luthier.config.loading import load_config_text
 from luthier.serve.running import HttpServer
+from tests.conftest import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -66,7 +67,7 @@ def build_site(settings: Path, site: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(settings), "-d", str(site)]
     without_network = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     env = {**os.environ, **without_network, "NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANG_SECONDS, check=False)
 
 
 def test_the_site_builds_strictly_has_every_page_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:

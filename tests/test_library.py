@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import luthier
+from tests.conftest import HANG_SECONDS
 from tests.public_surface import public_names, public_surface
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,7 +74,7 @@ def test_type_checkers_see_the_examples_with_real_types_and_refuse_what_is_not_t
     examples = [str(path) for path in sorted((ROOT / "examples").glob("*.py"))]
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml")]
     done = subprocess.run(
-        [*command, *examples, str(wrong)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=280
+        [*command, *examples, str(wrong)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_SECONDS
     )
     found = [line.split(": error: ") for line in done.stdout.splitlines() if ": error: " in line]
     assert {Path(where.rpartition(":")[0]).name for where, _ in found} == {"wrong.py"}, done.stdout
@@ -233,7 +234,11 @@ def test_the_path_of_a_row_is_one_page_that_runs(tmp_path: Path) -> None:
     script = ROOT / "examples" / "path_of_a_row.py"
     assert len(script.read_text(encoding="utf-8").splitlines()) < 120
     done = subprocess.run(
-        [sys.executable, str(script), "--out", str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, str(script), "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     assert "learned: 'Up the map.<|im_end|>Down, if <|im_end|> is text to you.<|im_end|>'" in done.stdout

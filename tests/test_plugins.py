@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import HANG_SECONDS
 from tests.installed_plugin import QUIZZES, described
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +26,13 @@ def python(*command: str, folders: tuple[Path, ...], cwd: Path) -> subprocess.Co
     """A new process that finds packages in these folders, too."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, folders), str(ROOT)]), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
-        [sys.executable, *command], env=environment, cwd=cwd, capture_output=True, text=True, check=False, timeout=280
+        [sys.executable, *command],
+        env=environment,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_SECONDS,
     )
 
 
@@ -35,7 +42,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plugin")
     shutil.copytree(PLUGIN, folder / "source")  # building leaves files there
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*command, "--target", str(folder / "site"), str(folder / "source")], check=True, timeout=240)
+    subprocess.run(
+        [*command, "--target", str(folder / "site"), str(folder / "source")], check=True, timeout=HANG_SECONDS
+    )
     assert list((folder / "site").glob("luthier_quiz-*.dist-info/entry_points.txt"))
     return folder / "site"
 
@@ -189,6 +198,12 @@ def test_type_checkers_see_the_types_of_a_plugin() -> None:
     command = ["-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml"), "-p", "luthier_quiz"]
     environment = {**os.environ, "MYPYPATH": os.pathsep.join([str(PLUGIN), str(ROOT)])}
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=280
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stdout

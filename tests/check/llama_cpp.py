@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-READY_IN, ALIVE_FOR = 60.0, 240.0  # seconds until it listens, and until it ends by itself if nobody ended it
+READY_IN, ALIVE_FOR = 600.0, 1200.0  # seconds until it listens, and until it ends by itself if nobody ended it
 WIDTH = 32  # of the network, one layer of one head
 BYTE_PAIRS = {"qwen3": "qwen2", "llama3_1": "llama-bpe"}  # tokenizer -> llama.cpp's name of how it splits words
 
@@ -111,7 +111,7 @@ def llama_cpp_server(model: Path, template: str) -> Iterator[str]:
             yield _address(server, log)
         finally:
             server.kill()
-            server.wait(timeout=30)
+            server.wait(timeout=READY_IN)
 
 
 def _address(server: subprocess.Popen[bytes], log: Path) -> str:

@@ -18,6 +18,7 @@ from luthier.check.verify.server import Dialect, TokenServer, wire_messages
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.records import Conversation
+from tests.conftest import HANG_SECONDS
 
 pytestmark = pytest.mark.shared
 ODD = chat(
@@ -71,7 +72,7 @@ def tokens_of_chat(url: str, row: Conversation, turn: int) -> int:
     body = {"messages": wire_messages(row.messages[:turn]), "max_tokens": 1}
     headers = {"Content-Type": "application/json"}
     asked = urllib.request.Request(f"{url}/v1/chat/completions", data=json.dumps(body).encode(), headers=headers)
-    with urllib.request.urlopen(asked, timeout=60) as response:
+    with urllib.request.urlopen(asked, timeout=HANG_SECONDS) as response:
         counted: int = json.loads(response.read())["usage"]["prompt_tokens"]
     return counted
 

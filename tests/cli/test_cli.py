@@ -21,6 +21,7 @@ from luthier.cli import main as edge
 from luthier.cli.configuring import Senses
 from luthier.cli.main import app, run
 from luthier.errors import ModelError, RowError
+from tests.conftest import HANG_SECONDS
 
 ROOT = Path(luthier.__file__).parent
 REPOSITORY = ROOT.parent
@@ -62,7 +63,7 @@ runtime: {{threads: 1}}
 def luthier_process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "luthier", *arguments]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "100", **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=250, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANG_SECONDS, check=False)
 
 
 def test_the_package_run_as_a_module_is_the_command() -> None:

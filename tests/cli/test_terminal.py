@@ -14,6 +14,7 @@ import pytest
 import luthier
 from luthier.cli.main import run
 from luthier.writing import printable, to_json
+from tests.conftest import HANG_SECONDS
 
 ROOT = Path(luthier.__file__).parents[1]
 STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
@@ -134,7 +135,9 @@ def luthier_process(command: str, **environment: str) -> subprocess.CompletedPro
     """A shell runs it, for the shell knows how to fill a device and to close a pipe."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     line = f"set -o pipefail; {command.replace('luthier', f'{sys.executable} -m luthier.cli.main', 1)}"
-    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=env, timeout=120, check=False)
+    return subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, env=env, timeout=HANG_SECONDS, check=False
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is full")

@@ -26,6 +26,7 @@ import numpy as np
 from luthier.preparation.sharing import SharedWork
 from luthier.store.shard import EncodedSample
 from luthier.store.store import SampleStore, StoreWriter, row_key
+from tests.conftest import HANG_SECONDS
 
 FINGERPRINT = "ef" * 32
 NUM_UNITS = 400
@@ -180,7 +181,7 @@ def kill_workers(folder: Path, cycles: int, workers: int) -> dict[str, int]:
             place = rng.randrange(workers)
             kill(running[place])
             running[place] = fork(work_forever, folder / "work", descriptor, workers + cycle)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         while any(work.result(unit) is None for unit in range(NUM_UNITS)):
             assert time.monotonic() < deadline, "a dead process' unit was not taken over"
             time.sleep(0.01)

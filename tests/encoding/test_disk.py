@@ -15,6 +15,7 @@ from luthier.store import disk as disk_module
 from luthier.store.disk import Disk
 from luthier.store.shard import EncodedSample
 from luthier.store.store import SampleStore, StoreWriter
+from tests.conftest import HANG_SECONDS
 
 ONE = EncodedSample(
     payload=bytes(8), num_tokens=1, has_weight=False, branches=((-1, 1),), leaf_lengths=(1,), leaf_targets=(0,)
@@ -145,7 +146,7 @@ def test_who_waits_for_a_store_that_is_removed_holds_the_one_that_follows(tmp_pa
         waiting = threading.Thread(target=lambda: held.append(SharedLock(path)))
         waiting.start()
         os.rename(tmp_path / "store", tmp_path / "gone")
-    waiting.join(10)
+    waiting.join(HANG_SECONDS)
     assert path.exists() and held[0].held
     with only_user(path) as alone:
         assert not alone

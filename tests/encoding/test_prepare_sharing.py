@@ -21,6 +21,7 @@ from luthier.sources import RowBytes, open_sources, text_files
 from luthier.sources.files import find_files
 from luthier.sources.origins import LocalFiles
 from luthier.store.disk import Disk
+from tests.conftest import HANG_SECONDS
 
 
 @dataclass
@@ -290,9 +291,9 @@ def test_processes_share_the_work_and_a_killed_one_is_made_good(tmp_path, small_
         process.start()
     wait_for_results(tmp_path)
     os.kill(processes[0].pid, signal.SIGKILL)
-    results = [reports.get(timeout=60) for _ in range(2)]
+    results = [reports.get(timeout=HANG_SECONDS) for _ in range(2)]
     for process in processes:
-        process.join(timeout=30)
+        process.join(timeout=HANG_SECONDS)
     assert [process.exitcode for process in processes] == [-signal.SIGKILL, 0, 0]
     for _, found, _ in results:
         assert found == alone
@@ -303,7 +304,7 @@ def test_processes_share_the_work_and_a_killed_one_is_made_good(tmp_path, small_
 
 
 def wait_for_results(folder):
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + HANG_SECONDS
     while time.monotonic() < deadline:
         if len(list((folder / "store").glob("*/shared-work/*/units/[0-9]*[0-9]"))) >= 6:
             return

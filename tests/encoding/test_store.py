@@ -17,7 +17,7 @@ from luthier.store import store as store_module
 from luthier.store.disk import Disk
 from luthier.store.shard import build_shard, freeze_sample
 from luthier.store.store import MANIFEST, SampleStore, StoreWriter, row_key, store_folder
-from tests.conftest import examples
+from tests.conftest import HANG_SECONDS, examples
 
 FINGERPRINT = "ab" * 32
 
@@ -360,7 +360,7 @@ def test_an_unwritable_folder_is_one_clear_error(tmp_path):
 
 
 def add_one_by_one(folder, numbers, together):
-    together.wait(timeout=60)
+    together.wait(timeout=HANG_SECONDS)
     for number in numbers:
         write(folder, [number])
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import luthier
+from tests.conftest import HANG_SECONDS
 
 PROGRAM = Path(__file__).with_name("killed_processes.py")
 
@@ -23,7 +24,7 @@ def run_program(what, folder, cycles, processes):
 def start_program(what, folder, cycles, processes):
     environment = {**os.environ, "PYTHONPATH": str(Path(luthier.__file__).parents[1])}
     command = [sys.executable, str(PROGRAM), what, str(folder), str(cycles), str(processes)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG_SECONDS, check=False)
 
 
 @pytest.mark.parametrize(("cycles", "writers"), [(60, 1), (60, 4)])

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from luthier.cli.main import run
+from tests.conftest import HANG_SECONDS
 from tests.programs import start_program
 
 pytestmark = pytest.mark.shared
@@ -120,7 +121,7 @@ def test_a_run_killed_with_sigkill_goes_on_with_the_same_losses(
 
     arguments, said = write_config(killed, model_folder, shared), tmp_path / "said"
     process = start_program("luthier.cli.main", arguments, said=said, environment={**os.environ, "HF_HUB_OFFLINE": "1"})
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + HANG_SECONDS
     while not (killed / "run" / "checkpoint-2").is_dir():
         assert process.is_alive() and time.monotonic() < deadline, said.read_text()
         time.sleep(0.01)

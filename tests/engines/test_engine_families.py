@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from luthier.engines.joined import JoinedCache, read_prompts, rows_can_join
 from luthier.engines.local import LocalEngine
+from tests.conftest import HANG_SECONDS
 
 SIZES = {
     "vocab_size": 2048, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -118,7 +119,7 @@ def test_a_session_tells_batches_token_by_token_and_can_end_them_where_rows_cann
     endless, begun = replace(requests(1, max_new_tokens=100_000)[0], key=99), Event()
     session = LocalEngine(model, TOKENIZER, batch_size=3).session()
     session.submit(endless, lambda _: begun.set())
-    assert begun.wait(60)
+    assert begun.wait(HANG_SECONDS)
     followed = {one.key: Followed(one.num_samples) for one in asked}
     for one in asked:
         session.submit(one, followed[one.key])
@@ -126,7 +127,7 @@ def test_a_session_tells_batches_token_by_token_and_can_end_them_where_rows_cann
     assert {key: followed[key[0]].ids(key[1]) for key in expected} == expected
     begun.clear()
     session.submit(endless, lambda _: begun.set())
-    assert begun.wait(60)
+    assert begun.wait(HANG_SECONDS)
     since = time.monotonic()
     session.close()
-    assert time.monotonic() - since < 10
+    assert time.monotonic() - since < HANG_SECONDS / 10

@@ -28,7 +28,7 @@ from luthier.engines.local import LocalEngine
 from luthier.engines.pool import SamplerPool
 from luthier.errors import SamplerLost, UserError
 from tests.check.llama_cpp import llama_cpp_server, write_gguf
-from tests.conftest import served_json
+from tests.conftest import HANG_SECONDS, served_json
 
 Json = dict[str, Any]
 
@@ -172,23 +172,23 @@ def test_a_session_over_a_server_tells_whole_answers(model: Any, monkeypatch: py
     with served_json(stand_in) as url:
         session = HttpEngine(url, TOKENIZER).session()
         session.submit(asked[0], told.put)
-        found = told.get(timeout=30)
+        found = told.get(timeout=HANG_SECONDS)
         assert found.ids.tolist() == answers(model, asked)[0, 0].ids.tolist() and found.finish is not None
         stand_in.trouble = [(503, {})]
         session.submit(asked[0], told.put)  # its key is free again
-        assert told.get(timeout=30).reason == "engine_failed"
+        assert told.get(timeout=HANG_SECONDS).reason == "engine_failed"
         begun, go_on = Event(), Event()
 
         def slow(body: Json) -> Json:
             begun.set()
-            go_on.wait(30)
+            go_on.wait(HANG_SECONDS)
             return {}
 
         monkeypatch.setattr(stand_in, "vllm", slow)
         session.submit(asked[1], told.put)
         with pytest.raises(ValueError, match="being answered"):
             session.submit(asked[1], told.put)
-        assert begun.wait(30)
+        assert begun.wait(HANG_SECONDS)
         session.close()
         go_on.set()
     assert told.empty()
@@ -271,7 +271,7 @@ def test_what_no_model_can_have_said_is_refused_with_what_was_said(
     monkeypatch.setattr("luthier.engines.pool.PAUSES", (0.01,))
     told, stand_in = LIES[lie], StandIn(model, "vllm")
     with served_json(stand_in) as url:
-        client = JsonClient(url, timeout=20, option="url", token_option="token_env")
+        client = JsonClient(url, timeout=HANG_SECONDS, option="url", token_option="token_env")
         pool = SamplerPool([HttpSampler(client, TOKENIZER, vocabulary=2048)], at_once=2, pauses=(0.01,))
         stand_in.trouble = [told if isinstance(told, tuple) else (200, told)] * 2
         with pytest.raises(SamplerLost) as caught:
@@ -284,7 +284,9 @@ def test_what_no_model_can_have_said_is_refused_with_what_was_said(
 def test_another_server_answers_where_one_is_gone(model: Any) -> None:
     asked = requests(6)
     with served_json(StandIn(model, "vllm")) as url:
-        clients = [JsonClient(one, timeout=20, option="url", token_option="t") for one in ("http://127.0.0.1:9", url)]
+        clients = [
+            JsonClient(one, timeout=HANG_SECONDS, option="url", token_option="t") for one in ("http://127.0.0.1:9", url)
+        ]
         pool = SamplerPool([HttpSampler(one, TOKENIZER) for one in clients], at_once=2, pauses=(0.01, 0.01, 0.01))
         found = {(one.key, one.sample): one for one in pool.generate(asked) if isinstance(one, Completion)}
     assert ids_of(found) == ids_of(answers(model, asked))
@@ -301,7 +303,7 @@ def test_a_server_that_stalls_or_trickles_is_cut_off(sends: bytes) -> None:
             taken.sendall(sends)
             while sends and not over.wait(0.05):
                 taken.sendall(b" ")
-            over.wait(20)
+            over.wait(HANG_SECONDS)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=trickle, args=(listening,), daemon=True)
@@ -310,7 +312,7 @@ def test_a_server_that_stalls_or_trickles_is_cut_off(sends: bytes) -> None:
         with pytest.raises(ServerUnreachable):
             JsonClient(url, timeout=0.4, option="url", token_option="token_env").get("/v1/models")
         over.set()
-        thread.join(10)
+        thread.join(HANG_SECONDS)
 
 
 def test_half_an_answer_is_none(model: Any) -> None:
@@ -324,7 +326,7 @@ def test_half_an_answer_is_none(model: Any) -> None:
         threading.Thread(target=half, args=(listening,), daemon=True).start()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         with pytest.raises(ServerWrong) as caught:
-            JsonClient(url, timeout=10, option="url", token_option="token_env").get("/v1/models")
+            JsonClient(url, timeout=HANG_SECONDS, option="url", token_option="token_env").get("/v1/models")
     assert '{"choices": [{"tok' in caught.value.message
 
 
@@ -349,7 +351,7 @@ def test_other_servers_are_given_weights_by_their_own_routes(owner: str, adapter
 
     first, second = (WeightsName(version=version, digest=f"{version}" * 32) for version in (1, 2))
     with served_json(server) as url:
-        client = JsonClient(url, timeout=20, option="url", token_option="token_env")
+        client = JsonClient(url, timeout=HANG_SECONDS, option="url", token_option="token_env")
         pool = SamplerPool([HttpSampler(client, TOKENIZER)], at_once=1, pauses=())
         for weights in (first, second):
             pool.deliver(weights, tmp_path)

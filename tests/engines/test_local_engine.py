@@ -24,6 +24,7 @@ from luthier.engines import next_tokens
 from luthier.engines.engine import Completion, Finish, NewTokens, Refusal, Request
 from luthier.engines.local import LocalEngine
 from luthier.engines.next_tokens import BatchRow, tokens_at
+from tests.conftest import HANG_SECONDS
 
 TOKENIZER = luthier.load_tokenizer("preset:tiny-qwen3")
 NEW = 10
@@ -230,7 +231,7 @@ class Followed:
             self.done.set()
 
     def ids(self, sample: int = 0) -> list[int]:
-        assert self.done.wait(60)
+        assert self.done.wait(HANG_SECONDS)
         new = [told for told in self.told if isinstance(told, NewTokens) and told.sample == sample]
         assert [told.finish is None for told in new] == [True] * (len(new) - 1) + [False]
         return [token for told in new for token in told.ids.tolist()]
@@ -266,7 +267,7 @@ def test_a_request_joins_those_that_are_being_answered(model: Any) -> None:
 
     with closing(LocalEngine(model, TOKENIZER).session()) as session:
         session.submit(long, follow_long)
-        assert begun.wait(60)
+        assert begun.wait(HANG_SECONDS)
         session.submit(short, follow_short)
         assert len(following.ids()) == 400
     assert told_before == [False] * 3
@@ -299,7 +300,7 @@ def test_a_cancelled_request_is_told_nothing_more_and_leaves_nothing_behind(mode
 
     for request in requests(200, num_samples=2, max_new_tokens=10_000):
         session.submit(request, follow)
-        assert begun[request.key].wait(60)
+        assert begun[request.key].wait(HANG_SECONDS)
         session.cancel(request.key)
         before = told[request.key]
         if request.key % 20 == 0:
@@ -322,7 +323,7 @@ def test_a_session_that_is_closed_ends_within_a_step(model: Any) -> None:
         session.submit(request, followed)
     begun = time.monotonic()
     session.close()
-    assert time.monotonic() - begun < 5 and not followed.done.is_set()
+    assert time.monotonic() - begun < HANG_SECONDS / 10 and not followed.done.is_set()
 
 
 def test_a_step_that_fails_and_a_listener_that_fails_end_their_own_requests_only(
@@ -348,7 +349,7 @@ def test_a_step_that_fails_and_a_listener_that_fails_end_their_own_requests_only
             time.sleep(0.001)
         monkeypatch.setattr(model, "forward", failing)
         session.submit(replace(requests(1)[0], key=8, prompt=prompt), bad)
-        assert bad.done.wait(60)
+        assert bad.done.wait(HANG_SECONDS)
         session.submit(requests(1)[0], good)
         assert good.ids() == expected
     refusal = bad.told[-1]
@@ -359,7 +360,7 @@ def test_what_cannot_be_answered_is_refused_in_a_session_and_a_key_in_use_is_no_
     with closing(LocalEngine(model, TOKENIZER).session()) as session:
         followed = Followed()
         session.submit(replace(requests(1, max_length=3)[0], prompt=np.arange(5, dtype=np.int32)), followed)
-        assert followed.done.wait(60)
+        assert followed.done.wait(HANG_SECONDS)
         assert [one.reason for one in followed.told if isinstance(one, Refusal)] == ["prompt_too_long"]
         session.submit(requests(1, max_new_tokens=10_000)[0], Followed())
         with pytest.raises(ValueError, match="request 0"):
@@ -378,7 +379,7 @@ def test_others_use_the_model_between_the_steps_of_a_session(model: Any) -> None
 
     with closing(engine.session()) as session:
         session.submit(replace(request, settings=GenerateConfig(max_new_tokens=500)), follow)
-        assert begun.wait(60)
+        assert begun.wait(HANG_SECONDS)
         assert np.array_equal(engine.score(request.prompt, 1), alone)
         other = replace(requests(2)[1], key=9)
         assert [one.key for one in engine.generate([other])] == [9]

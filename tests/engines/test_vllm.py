@@ -23,8 +23,8 @@ from luthier.check.golden import read_parity, served_otherwise
 from luthier.check.verify.server import TokenServer
 from luthier.errors import UserError
 from luthier.presets.datasets import dataset_rows
+from tests.conftest import HANG_SECONDS
 
-READY_IN = 600.0  # seconds
 FLAGS = (
     *("--dtype", "float32", "--max-model-len", "512", "--host", "127.0.0.1", "--enforce-eager", "--enable-lora"),
     *("--logprobs-mode", "processed_logprobs", "--chat-template-content-format", "string"),
@@ -84,11 +84,11 @@ def url(python: str, base: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         os.killpg(server.pid, signal.SIGKILL)
-        server.wait(timeout=30)
+        server.wait(timeout=HANG_SECONDS)
 
 
 def await_health(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + READY_IN
+    until = time.monotonic() + HANG_SECONDS
     while time.monotonic() < until and server.poll() is None:
         try:
             urllib.request.urlopen(f"{url}/health", timeout=2).close()
@@ -134,7 +134,7 @@ def test_vllm_takes_the_adapters_of_a_run_that_learns_from_its_answers(url: str,
     assert len(learned.steps) == 3  # each delivery is proven by two rows that both sides score
     body = json.dumps({"lora_name": "tuned", "lora_path": str(base / "learned" / "model")}).encode()
     asked = urllib.request.Request(f"{url}/v1/load_lora_adapter", body, {"Content-Type": "application/json"})
-    urllib.request.urlopen(asked, timeout=60).close()
+    urllib.request.urlopen(asked, timeout=HANG_SECONDS).close()
     with pytest.raises(UserError):  # the base, or the adapter?
         predicted(base / "learned", base / "unnamed", engine=url)
     there = predicted(base / "learned", base / "tuned", engine=url, model="tuned")

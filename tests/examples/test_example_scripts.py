@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import HANG_SECONDS
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = ("pytorch_loop", "trl_sft")
 STEPS = 6
@@ -31,7 +33,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
     command = [sys.executable, "-c", PROGRAM, str(EXAMPLES), " ".join(SCRIPTS), "--steps", str(STEPS)]
     command += ["--out", str(folder / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, env=offline, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=offline, timeout=HANG_SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     texts = done.stdout.split("## ")[1:]
     assert tuple(text.split()[0] for text in texts) == SCRIPTS

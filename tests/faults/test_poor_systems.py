@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import HANG_SECONDS
 from tests.faults.points import ONE_THREAD, REPOSITORY
 
 PROGRAM = """
@@ -42,7 +43,7 @@ def prepare_under(limit: dict[str, int], root: Path, **environment: str) -> dict
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout)

@@ -25,6 +25,7 @@ from luthier.loader import prefetch
 from luthier.loader.prefetch import iterate
 from luthier.loader.protocol import SharedArrays
 from luthier.store.store import SampleStore
+from tests.conftest import HANG_SECONDS
 
 FAULT = """
 import ctypes, os, time
@@ -46,13 +47,21 @@ FAULTS = {
 }
 
 
+def all_have_ended(pids: list[int]) -> bool:
+    """Whether none of these processes runs any more, soon."""
+    deadline = time.monotonic() + HANG_SECONDS / 10
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(is_running, pids))
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> SampleStore:
     return add_samples(tmp_path / "store", 0, 400)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_a_worker_is_told_within_five_seconds_with_its_rows(
+def test_a_fault_in_a_worker_is_told_at_once_with_its_rows(
     store: SampleStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     act, told = FAULTS[fault]
@@ -64,7 +73,7 @@ def test_a_fault_in_a_worker_is_told_within_five_seconds_with_its_rows(
         for _ in batches:
             num_given += 1
             last = time.monotonic()
-    assert time.monotonic() - last < 5
+    assert time.monotonic() - last < HANG_SECONDS / 10
     assert num_given <= 10  # samples 0 to 39
     assert "rows.jsonl:41, rows.jsonl:42, rows.jsonl:43, rows.jsonl:44" in str(caught.value)
     assert [address.row for address in caught.value.rows[:4]] == [41, 42, 43, 44]
@@ -81,7 +90,7 @@ def test_a_worker_that_is_killed_from_outside_is_told(store: SampleStore, name: 
     begun = time.monotonic()
     with pytest.raises(LoaderError, match=str(victim)):
         list(batches)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < HANG_SECONDS / 10
     assert not children()
 
 
@@ -148,10 +157,7 @@ def test_workers_end_with_a_trainer_that_is_killed(
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
-    deadline = time.monotonic() + 5
-    while any(map(is_running, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, workers))
+    assert all_have_ended(workers)
 
 
 def test_control_shared_memory_that_is_in_use_is_seen() -> None:
@@ -161,10 +167,11 @@ def test_control_shared_memory_that_is_in_use_is_seen() -> None:
 
 def test_a_script_that_ends_in_the_middle_leaves_no_worker(store: SampleStore) -> None:
     script = TRAINER.format(path=[str(Path(__file__).parent)], folder=str(store.folder), then="sys.exit(3)")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=HANG_SECONDS
+    )
     assert (done.returncode, done.stderr) == (3, "")
-    time.sleep(1)
-    assert not any(is_running(int(pid)) for pid in done.stdout.split())
+    assert all_have_ended([int(pid) for pid in done.stdout.split()])
 
 
 def test_a_store_that_is_deleted_before_the_workers_open_it_is_named(store: SampleStore) -> None:

@@ -19,6 +19,7 @@ from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
 from luthier.records import Batch
 from luthier.store.store import SampleStore
+from tests.conftest import HANG_SECONDS
 
 BLANK = PlannedMicroBatch(step=99, places=np.zeros(0, PLACE), pack_bounds=[0], files={})
 
@@ -95,7 +96,7 @@ def test_a_plan_that_waits_does_not_hold_up_what_is_ready(store: SampleStore) ->
     def plan() -> Iterator[PlannedMicroBatch]:
         planned = list(plan_rows(store))
         yield from planned[:2]
-        assert more.wait(60)
+        assert more.wait(HANG_SECONDS)
         yield from planned[2:4]
 
     batches = iterate(reader_of(store), plan(), num_workers=2, patience=1.0)
@@ -131,7 +132,7 @@ def test_the_plan_is_closed_when_the_batches_are(store: SampleStore, num_workers
     batches = iterate(reader_of(store), plan(), num_workers=num_workers)
     next(batches)
     batches.close()
-    assert closed.wait(2)
+    assert closed.wait(HANG_SECONDS)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -29,6 +29,7 @@ from luthier.serve.app import AnsweringModel, Served, application
 from luthier.serve.gate import Gate
 from luthier.serve.histories import Histories
 from luthier.serve.running import HttpServer, Listening, ServeOptions, listening, serve, url_of
+from tests.conftest import HANG_SECONDS
 
 TOKEN = "a-token-of-the-tests"
 
@@ -133,13 +134,13 @@ def running(
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[taken])))
         thread.start()
         try:
-            assert ready.wait(30)
+            assert ready.wait(HANG_SECONDS)
             headers = {"Authorization": f"Bearer {TOKEN}"}
-            with httpx.Client(base_url=url_of(taken), headers=headers, timeout=30) as http:
+            with httpx.Client(base_url=url_of(taken), headers=headers, timeout=HANG_SECONDS) as http:
                 yield Running(url_of(taken), gate, session, http)
         finally:
             server.should_exit = True
-            thread.join(30)
+            thread.join(HANG_SECONDS)
             assert not thread.is_alive()
             gate.close()
             if not isinstance(session, RewardEngine):
@@ -153,7 +154,7 @@ def asked_of(run: str | Path, options: ServeOptions, ask: Callable[[httpx.Client
     def ask_and_end(ready: Listening) -> None:
         headers = {"Authorization": f"Bearer {ready.token}"}
         try:
-            with httpx.Client(base_url=ready.url, headers=headers, timeout=60) as http:
+            with httpx.Client(base_url=ready.url, headers=headers, timeout=HANG_SECONDS) as http:
                 told.append(ask(http))
         finally:
             os.kill(os.getpid(), signal.SIGTERM)

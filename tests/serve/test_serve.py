@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import cycle
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 from luthier.encoding.encoder import Encoder
 from luthier.engines.engine import Request
+from tests.conftest import HANG_SECONDS
 from tests.serve.conftest import ASK, TOKEN, Running, Scripted, running
 
 TEXT = "Zwölf Zitronen 🍋🍋 — sieben. 十二个柠檬。"
@@ -125,9 +126,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
 def test_what_is_not_done_is_refused_by_its_name(
     server: Running, body: dict[str, Any], status: int, param: str
 ) -> None:
-    begun = time.perf_counter()
     answer = server.chat(**body)
-    assert time.perf_counter() - begun < 2
     error = answer.json()["error"]
     assert (answer.status_code, bool(error["message"]), bool(error["code"])) == (status, True, True)
     if param:
@@ -216,20 +215,20 @@ def test_a_client_that_goes_away_ends_its_answer(encoder: Encoder) -> None:
     session = Scripted(endless, pause=0.001)
     with running(encoder, session) as server:
         for number in range(10):
-            body = {"messages": ASK, "stream": number % 2 == 0}
-            with (
-                httpx.Client(base_url=server.url, headers=server.http.headers, timeout=0.2) as gone,
-                suppress(httpx.ReadTimeout),
-                gone.stream("POST", "/v1/chat/completions", json=body) as answer,
-            ):
-                next(answer.iter_bytes())
-        _until(lambda: len(session.asked) == 10)
+            streams = number % 2 == 0
+            gone = http.client.HTTPConnection("127.0.0.1", httpx.URL(server.url).port, timeout=HANG_SECONDS)
+            body = json.dumps({"messages": ASK, "stream": streams})
+            gone.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {TOKEN}"})
+            _until(lambda asked=number + 1: len(session.asked) == asked)
+            if streams:
+                assert gone.getresponse().read(1)
+            gone.close()
         _until(lambda: not session.working and not server.gate.counts.active)
 
 
 def test_limits_of_time_body_context_and_queue_are_told_with_their_number(encoder: Encoder) -> None:
     session = Scripted(endless, pause=0.01)
-    with running(encoder, session, timeout=0.5, max_body=2000, max_requests=1, max_context=64) as server:
+    with running(encoder, session, timeout=2, max_body=2000, max_requests=1, max_context=64) as server:
         slow = server.chat()
         assert (slow.status_code, slow.json()["error"]["type"]) == (504, "timeout_error")
         with server.http.stream("POST", "/v1/chat/completions", json={"messages": ASK, "stream": True}) as stream:
@@ -245,7 +244,7 @@ def test_limits_of_time_body_context_and_queue_are_told_with_their_number(encode
         _until(lambda: not session.working and not server.gate.counts.active)
 
 
-def _until(condition: Any, seconds: float = 10) -> None:
+def _until(condition: Any, seconds: float = HANG_SECONDS) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 
 from torch.distributed import TCPStore
 
+from tests.conftest import HANG_SECONDS
 from tests.programs import start_program
 
-SECONDS = 250.0  # the longest that the ranks of one program may take together
 # The store in which ranks meet lives in this process as long as they do, as it does in torchrun. Whoever would choose
 # a free port for rank 0 to listen on may find that another program has taken it by then.
 _STORES: WeakKeyDictionary[ForkServerProcess, TCPStore] = WeakKeyDictionary()
@@ -34,7 +34,7 @@ def start_ranks(program: Path, *arguments: str, size: int, errors: Path) -> list
     return processes
 
 
-def exit_codes(processes: list[ForkServerProcess], *, seconds: float = SECONDS) -> list[int]:
+def exit_codes(processes: list[ForkServerProcess], *, seconds: float = HANG_SECONDS) -> list[int]:
     """Wait for all of them, and give their exit codes; those that take too long are killed."""
     deadline = time.monotonic() + seconds
     for process in processes:
@@ -47,6 +47,6 @@ def exit_codes(processes: list[ForkServerProcess], *, seconds: float = SECONDS) 
     return [process.exitcode or 0 for process in processes]
 
 
-def run_ranks(program: Path, *arguments: str, size: int = 2, errors: Path, seconds: float = SECONDS) -> list[int]:
+def run_ranks(program: Path, *arguments: str, size: int = 2, errors: Path, seconds: float = HANG_SECONDS) -> list[int]:
     """`start_ranks` and `exit_codes`."""
     return exit_codes(start_ranks(program, *arguments, size=size, errors=errors), seconds=seconds)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import HANG_SECONDS
+
 TESTS = Path(__file__).parents[1]
 KERNELS = TESTS / "objectives" / "test_head_kernels.py"
 RUNS = TESTS / "training" / "test_train_head_kernels.py"
@@ -25,6 +27,6 @@ ASKED = [  # the interpreter takes a millisecond a target: two of the runs are e
 def test_all_that_is_asked_of_a_kernel_holds_for_ligers() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *ASKED]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout, done.stdout[-500:]

@@ -26,6 +26,7 @@ from luthier.records import Batch
 from luthier.training.fit import fit_data
 from luthier.training.report.result import Ended, RunResult
 from luthier.training.streams import TrainStream
+from tests.conftest import HANG_SECONDS
 
 ROWS = 8
 DATA = make_data(make_segments(ROWS), make_segments(4, seed=8))
@@ -287,7 +288,7 @@ def test_mlflow_gets_every_loss_and_the_run_ends_there(tmp_path: Path) -> None:
     environment |= {"MLFLOW_ALLOW_FILE_STORE": "true"}
     done = subprocess.run(
         [sys.executable, str(program), str(tmp_path)], env=environment, capture_output=True, text=True, check=False,
-        timeout=120, cwd=tmp_path,
+        timeout=HANG_SECONDS, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = json.loads((tmp_path / "told.json").read_text())

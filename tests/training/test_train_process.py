@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import SECONDS, exit_codes, start_ranks
+from ranks import exit_codes, start_ranks
 from tiny_runs import make_config, make_data, make_segments
 
 from luthier.encoding.tokenizer import Tokenizer
@@ -24,6 +24,7 @@ from luthier.training import fit
 from luthier.training.fit import fit_data
 from luthier.training.ranks import lost_ranks
 from luthier.training.report.result import RunResult
+from tests.conftest import HANG_SECONDS
 
 Train = Callable[..., RunResult]
 DATA = make_data(make_segments(13), make_segments(5, seed=8), weights=(1.0, 1.0))
@@ -65,7 +66,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         given = json.dumps({**first, "then": then})
         started[mode] = start_ranks(PROGRAM, given, size=job.get("ranks", 1), errors=root / f"{mode}.stderr")
     hanging = started["hang_rank_1"][1]
-    started["hang_rank_1"][0].join(SECONDS)
+    started["hang_rank_1"][0].join(HANG_SECONDS)
     hanging.kill()  # nothing else ends it
     codes = {mode: exit_codes(processes) for mode, processes in started.items()}
     return {mode: Ended(root / mode, codes[mode], (root / f"{mode}.stderr").read_text()) for mode in JOBS}

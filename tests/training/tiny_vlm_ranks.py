@@ -61,7 +61,7 @@ def loss_of(model: torch.nn.Module, forward: ModelPass, batch: Batch) -> torch.T
 
 def _rank(folder: Path, name: str, mode: str, rank: int) -> None:
     store = distributed.FileStore(str(folder / f"{mode}.store"), 2)
-    timeout = datetime.timedelta(seconds=20)
+    timeout = datetime.timedelta(minutes=10)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     model, forward = trained_vlm(name, with_blanks=mode == "blank")
     wrapped = DistributedDataParallel(model)
