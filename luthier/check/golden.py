@@ -166,7 +166,7 @@ def served_otherwise(parity: Parity, server: TokenServer) -> list[tuple[str, str
     """Golden prompts of which a server makes other ids: row, the first difference. Raises as `TokenServer.ids_of`, and
     `UserError` where there are none."""
     if not parity.prompts:
-        raise UserError("parity.json has no golden prompts", hint="export without --no-proof, on rows of text (--data)")
+        raise UserError("parity.json has no golden prompts", hint="export without --no-proof, on text rows (--data)")
     faults = []
     for golden in parity.prompts:
         found = server.ids_of(golden.messages, golden.tools, parity.template_kwargs).tolist()

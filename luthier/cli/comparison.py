@@ -108,7 +108,7 @@ def compare(
     html: Page = None,
     json: JsonTarget = None,
 ) -> None:
-    """Set two predictions of the same rows side by side: which is better, and whether that may be chance.
+    """Compare two predictions of the same rows: which is better, and whether that may be chance.
 
     Answers are paired by row, turn and sample. p is the chance of a difference at least as large if the two were alike.
 

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 RunToExport = Annotated[
     str | None,
-    typer.Argument(metavar="RUN", help="The output.dir of a trained run, or a description.", show_default=False),
+    typer.Argument(metavar="RUN", help="The output.dir of a trained run, or a run description.", show_default=False),
 ]
 To = Annotated[str | None, typer.Option(metavar="DIR", help="The folder to write; export.dir without it.")]
-MaxShard = Annotated[str | None, typer.Option(metavar="SIZE", help="Most that a file of weights has: 5GB, 500MB.")]
+MaxShard = Annotated[str | None, typer.Option(metavar="SIZE", help="Largest size of a weights file: 5GB, 500MB.")]
 ProofData = Annotated[str | None, typer.Option(metavar="FILE", help="Rows for the proof. Default: the run's data.")]
-Proof = Annotated[bool, typer.Option("--proof/--no-proof", help="Load it again and compare, before it is in place.")]
+Proof = Annotated[
+    bool, typer.Option("--proof/--no-proof", help="Load the export and compare it before it is put in place.")
+]
 ReplaceFolder = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the folder.")]
 CheckedFolder = Annotated[
     str | None, typer.Option(metavar="DIR", help="Compare an exported folder with its golden cases; nothing else.")
@@ -72,7 +74,7 @@ class Outtype(StrEnum):
 FormatChoice = Annotated[ExportFormat | None, typer.Option("--format", help="hf: transformers, vLLM; gguf: llama.cpp.")]
 OuttypeChoice = Annotated[Outtype | None, typer.Option(help="Type of the weights in a GGUF file. Default: bf16.")]
 LlamaCpp = Annotated[
-    str | None, typer.Option(metavar="DIR", help="A clone of llama.cpp. Without it its converter is fetched by pip.")
+    str | None, typer.Option(metavar="DIR", help="A clone of llama.cpp. Default: pip fetches its converter.")
 ]
 WithModelfile = Annotated[bool, typer.Option("--modelfile", help="A Modelfile for Ollama beside the GGUF file.")]
 Push = Annotated[str | None, typer.Option(metavar="REPO", help="Upload it to the Hub, once it is proven: NAME/MODEL.")]
@@ -96,7 +98,7 @@ def export(  # noqa: PLR0913
     check: CheckedFolder = None,
     json: JsonTarget = None,
 ) -> None:
-    """Write a trained run as a model folder that others load: adapters merged, all stop tokens, the template's bytes.
+    """Write a trained run as one model folder for transformers, vLLM or llama.cpp, with adapters merged, and prove it.
 
     Before the folder is put in place it is loaded again and held against the trained model. Exit code 3: it is not the
     same, and nothing was written. parity.json in it holds golden cases for later.
@@ -149,7 +151,7 @@ def export(  # noqa: PLR0913
 def _check_arguments(run: str | None, check: str | None, to: str | None) -> None:
     """What does not go together is told before torch is loaded."""
     if check is not None and (run is not None or to is not None):
-        raise UserError("--check compares a folder that is there, and exports nothing", hint="remove RUN and --to")
+        raise UserError("--check compares an existing folder and exports nothing", hint="remove RUN and --to")
     if check is None and run is None:
         hint = "name the output.dir of a run that luthier train has finished, or add --check DIR"
         raise UserError("no run is named", hint=hint)

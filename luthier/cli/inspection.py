@@ -211,7 +211,7 @@ def rollouts(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page that needs nothing else.")] = None,
     json: JsonTarget = None,
 ) -> None:
-    """Show what a run with objective rl drew: prompts, answers with their rewards, advantages, probabilities and ends.
+    """Show what a run with objective rl drew: prompts, and answers with rewards, advantages and probabilities.
 
     The best answer to a prompt comes first; green ones became likelier by that step.
 

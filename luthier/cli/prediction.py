@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 RunFolder = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="The output.dir of a trained run, or a description.", show_default=False),
+    typer.Argument(metavar="RUN", help="The output.dir of a trained run, or a run description.", show_default=False),
 ]
 Data = Annotated[str | None, typer.Option(metavar="FILE", help="Rows to answer. Without it, the run's held-out rows.")]
 Out = Annotated[str | None, typer.Option(metavar="DIR", help="Where answers go; RUN/predictions/NAME without it.")]
@@ -73,7 +73,7 @@ def predict(  # noqa: PLR0913
     overwrite: Overwrite = False,
     json: JsonTarget = None,
 ) -> None:
-    """Have a trained run answer held-out rows, and say how good the answers are.
+    """Have a trained run answer held-out rows, and measure the answers.
 
     Model or adapter, tokenizer, template and stop tokens are those that the run
     left behind; the section generate says how it answers. Answers are kept as
@@ -217,7 +217,7 @@ _WORDS = {"best": "best of samples"}
 WhatAnswers = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="The output.dir of a trained run, a model, or a description.", show_default=False
+        metavar="RUN", help="The output.dir of a trained run, a model, or a run description.", show_default=False
     ),
 ]
 Host = Annotated[
@@ -240,7 +240,7 @@ Adapters = Annotated[
 
 AcceptWeights = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Folder whose weights a training run may have the model take."),
+    typer.Option(metavar="DIR", help="Folder from which a training run may load new weights."),
 ]
 
 
@@ -255,7 +255,7 @@ def serve(  # noqa: PLR0913
     accept_weights: AcceptWeights = None,
     json: JsonTarget = None,
 ) -> None:
-    """Answer requests over HTTP with a trained run, as OpenAI's interface has it.
+    """Serve a trained run, or a model, over HTTP with the routes and fields of OpenAI's API.
 
     Histories are made as training made them: model or adapter, tokenizer, template
     and stop tokens are those that the run left behind. It ends with Ctrl-C.

@@ -75,7 +75,7 @@ def verify(
     ] = False,
     json: JsonTarget = None,
 ) -> None:
-    """Read every byte of every store and name what is damaged. Exit code 3: something is.
+    """Read every byte of every store and name what is damaged; the exit code is then 3.
 
     [dim]Example[/]   luthier store verify
     [dim]Example[/]   luthier store verify /data/store --repair
@@ -109,7 +109,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     json: JsonTarget = None,
 ) -> None:
-    """Remove what nobody needs: leftovers of killed processes, and stores by age or size if you say so.
+    """Remove the remains of killed processes and, if you say so, stores by age or size.
 
     A store that a process uses is left alone. What is gone is encoded again when a run needs it.
 

@@ -106,7 +106,9 @@ def explain_syntax(fault: Fault, text: str) -> list[Problem]:
     tabbed = [i for i, line in enumerate(lines, 1) if re.match(r" *\t\s*[^\s#]", line)]
     if (tabbed and "\\t" in repr(fault.what)) or fault.line in tabbed:
         return [
-            Problem(where=str(line), key="", what="this line is indented with a tab", hint="YAML indents with blanks")
+            Problem(
+                where=str(line), key="", what="this line is indented with a tab", hint="YAML is indented with spaces"
+            )
             for line in tabbed[:MAX_TAB_LINES]
         ]
     source = lines[fault.line - 1] if fault.line <= len(lines) else ""

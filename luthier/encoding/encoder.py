@@ -357,7 +357,7 @@ def join(filled: Filled, outcomes: Sequence[Sample | RowError], control_ids: NDA
 
 def _check(samples: Sequence[Sample], prompt_length: int) -> None:
     if not prompt_length:
-        raise RowError("empty_prompt", "nothing stands before the answer, so nothing predicts its first token")
+        raise RowError("empty_prompt", "there is nothing before the answer, so nothing predicts its first token")
     first = samples[0].input_ids
     for other in samples[1:]:
         if np.array_equal(first, other.input_ids):

@@ -162,7 +162,7 @@ def reply_form(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None =
         template = template_under(tokenizer, template_kwargs or {})
         if template is None:
             raise TemplateError(
-                f"{tokenizer.files.origin} has no chat template, so its replies have no form",
+                f"{tokenizer.files.origin} has no chat template, so its replies cannot be parsed",
                 hint="set template.chat_template",
             )
         known[key] = learn_replies(Renderer(template, tokenizer.control, TargetPolicy()))

@@ -245,8 +245,8 @@ class Answering:
         for row in rows:
             if not row.ended:
                 raise ModelError(
-                    f"{_class_of(answerer.model)} generates by itself, and lets nobody else choose the tokens",
-                    hint="answers of this model are had from transformers alone",
+                    f"{_class_of(answerer.model)} generates by its own function, so Luthier cannot choose its tokens",
+                    hint="generate answers of this model with transformers",
                 )
             self._tell_end(row)
 

@@ -41,7 +41,7 @@ def digest_of(folder: Path) -> str:
     there are none."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UserError(f"{folder} holds no weights", hint="both sides have to see one folder under the names they use")
+        raise UserError(f"{folder} holds no weights", hint="the run and the server must both see this folder")
     digest = blake2b(digest_size=16)
     for path in [*files, *(folder / name for name in _SETTINGS if (folder / name).is_file())]:
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())

@@ -225,7 +225,7 @@ class HttpSampler:
         if settings.num_beams > 1 or settings.no_repeat_ngram_size:
             which = "num_beams" if settings.num_beams > 1 else "no_repeat_ngram_size"
             raise UserError(
-                f"generate.{which} is set, and no server is asked for that", hint="leave it, or --engine, away"
+                f"generate.{which} is set, but servers do not support it", hint="leave it, or --engine, away"
             )
         sampling: dict[str, object] = {
             "temperature": (1.0 if settings.temperature is None else settings.temperature)
@@ -346,7 +346,7 @@ class HttpSampler:
                 return [one[0] for one in _list(about["input_token_logprobs"])]
             case AnswerRoute.COMPLETION:
                 hint = "score with the run's own model, vLLM, SGLang or luthier serve"
-                raise UserError("llama.cpp tells no log-probabilities of prompts", hint=hint)
+                raise UserError("llama.cpp gives no log-probabilities of prompts", hint=hint)
             case _:
                 raise AssertionError(self.route)
 

@@ -142,7 +142,9 @@ class AnswerScorer:
             text = told["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError) as error:
             hint = "judge.url names a server that answers /v1/chat/completions as OpenAI's does"
-            raise UserError(f"{self.client.url} gives no chat completion", hint=hint, key="judge.url") from error
+            raise UserError(
+                f"{self.client.url} does not answer with a chat completion", hint=hint, key="judge.url"
+            ) from error
         alone = _NUMBER.fullmatch(text or "")
         named = [alone[1]] if alone else _SCORE.findall(text or "")
         if not named:

@@ -98,7 +98,7 @@ class SamplerPool:
     def score(self, ids: Ids, start: int, media: Sequence[MediaItem] = ()) -> NDArray[np.float32]:
         """Log-probabilities of ``ids[start:]``, float32[T - start]. Raises `SamplerLost`."""
         if media:
-            raise UserError("a server is asked by ids, which say nothing of media", hint="leave --engine away")
+            raise UserError("a server is asked with ids, which cannot carry media", hint="omit --engine")
         return self._patiently(lambda sampler: sampler.score(ids, start))
 
     def session(self) -> PoolSession:
@@ -150,7 +150,7 @@ class SamplerPool:
                         self._renew(sampler)
             time.sleep(pause) if over is None else over.wait(pause)
             if over is not None and over.is_set():
-                raise SamplerLost("the question is not asked again, as nobody waits for the answer any more")
+                raise SamplerLost("the question is not asked again, because nobody waits for the answer any more")
         raise AssertionError("the last try returns or raises")
 
     def _renew(self, sampler: Sampler) -> None:

@@ -81,7 +81,7 @@ def _fetch(scratch: Path) -> Path:
         said = (done.stderr.strip().splitlines() or ["no word"])[-1]
         raise UserError(f"pip cannot fetch {PACKAGE} {VERSION}, which holds the converter: {said[:300]}", hint=hint)
     if hashlib.sha256(found[0].read_bytes()).hexdigest() != DIGEST:
-        raise UserError(f"{found[0].name} is not the file that is known by its digest", hint=hint)
+        raise UserError(f"{found[0].name} does not have the expected digest", hint=hint)
     return found[0]
 
 
@@ -112,7 +112,7 @@ def convert(folder: Path, target: Path, section: ExportConfig, converter: Path) 
         hint = "export it without --format gguf, or name a newer llama.cpp with --llama-cpp DIR"
         if "pre-tokenizer" in said:
             hint = "say how llama.cpp is to cut texts into words, by its name for it: export.pre_tokenizer=NAME"
-        raise ModelError(f"llama.cpp's converter does not take this model: {said[:300]}", hint=hint)
+        raise ModelError(f"llama.cpp's converter cannot convert this model: {said[:300]}", hint=hint)
     return name if f"{USED} {name}" in done.stdout.splitlines() else None
 
 
@@ -120,7 +120,7 @@ def check_installed() -> None:
     """Raise `UserError` where what loads a GGUF file for its proof is not there."""
     if importlib.util.find_spec("xllamacpp") is None:
         hint = f"{install_hint('gguf')}; or add --no-proof"
-        raise UserError("a GGUF file is proven by the package xllamacpp, which is not installed", hint=hint)
+        raise UserError("the proof of a GGUF file needs the package xllamacpp, which is not installed", hint=hint)
 
 
 def prove_gguf(model: Path, parity: Parity) -> ExportProof:
@@ -188,7 +188,7 @@ def _told(url: str, ids: list[int], letter: int) -> dict[int, float]:
     try:
         return {int(one["id"]): float(one["logprob"]) for one in told["completion_probabilities"][0]["top_logprobs"]}
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise ModelError(f"llama.cpp tells no probabilities: {json.dumps(told)[:200]}") from error
+        raise ModelError(f"llama.cpp gives no probabilities: {json.dumps(told)[:200]}") from error
 
 
 def _ask(url: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def export_run(
     dtype = _name_of(base_of(engine.model).dtype) if settings.dtype == "auto" else settings.dtype
     measured = None
     if options.proof:
-        tell("taking down what it does")
+        tell("recording what it does")
         measured = measure(opened, engine, None if options.data is None else str(options.data))
         notes += measured.notes
     parity = _parity(opened, engine, dtype, measured)
@@ -207,7 +207,7 @@ def _ready(settings: ExportConfig, *, proves: bool) -> Path | None:
         check_torchao()
     if settings.push is not None:
         if not proves:
-            raise UserError("what is not proven is not pushed", hint="remove --no-proof, or --push")
+            raise UserError("a model that is not proven cannot be pushed", hint="remove --no-proof, or --push")
         check_push(settings.push)
     if settings.format == "hf":
         return None

@@ -48,6 +48,6 @@ def _hub() -> Any:
         import huggingface_hub
     except ImportError as error:
         raise UserError(
-            "a folder is pushed by huggingface_hub, which is not installed", hint=install_hint("hub")
+            "pushing needs the package huggingface_hub, which is not installed", hint=install_hint("hub")
         ) from error
     return huggingface_hub

@@ -25,7 +25,7 @@ def check_torchao() -> None:
     """Raise `UserError` where what quantizes is not installed."""
     if importlib.util.find_spec("torchao") is None:
         hint = f"{install_hint('torchao')}; or leave export.quantize away"
-        raise UserError("weights are quantized by the package torchao, which is not installed", hint=hint)
+        raise UserError("quantizing needs the package torchao, which is not installed", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

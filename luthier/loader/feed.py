@@ -90,7 +90,7 @@ class FeedReader:
                 raise self._no_sign()
             if not is_alive:
                 raise UserError(
-                    "the process that prepares rows ahead of training died without a word",
+                    "the process that prepares rows ahead of training died without a message",
                     hint="if memory ran out, set data.workers lower; or prepare first: luthier prepare CONFIG",
                 )
             time.sleep(wait)

@@ -226,9 +226,7 @@ def by_pattern(pattern: str) -> OfRow:
     try:
         compiled = regex.compile(pattern)
     except regex.error as error:
-        raise UserError(
-            f"regex:{pattern} is no pattern: {error}", hint="it is one of Python's regular expressions"
-        ) from error
+        raise UserError(f"regex:{pattern} is no pattern: {error}", hint="write a Python regular expression") from error
 
     def found(text: str) -> str | None:
         try:

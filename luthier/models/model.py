@@ -451,7 +451,7 @@ def reward_class(model_config: PretrainedConfig) -> Any:
     generating = None if decoder_family(model_config) is not None else multimodal_class(model_config)
     if generating is None:
         raise ModelError(
-            f"transformers knows no reward model for a {kind.__name__}, and none that one could be made of",
+            f"transformers knows no reward model for a {kind.__name__}, and none from which one could be made",
             hint="train a reward model of another family",
         )
     return _made_of(generating._model_mapping[kind])

@@ -169,7 +169,7 @@ def check_stored(config: PretrainedConfig, section: QuantizationConfig, *, merge
     if is_whole:
         return None
     if not trainable:
-        raise ModelError(f"{key}transformers trains no adapters on such weights", hint=hint)
+        raise ModelError(f"{key}transformers cannot train adapters on such weights", hint=hint)
     if merges and not _is_dequantizable(quantizer):
         what = f"transformers does not turn such weights back into whole ones, which {merges} needs"
         raise ModelError(f"{key}{what}", hint=f"remove {merges}, or {hint}")

@@ -149,7 +149,7 @@ def _next(told: queue.SimpleQueue[NewTokens | Refusal]) -> NewTokens | Refusal:
             return told.get(timeout=_LOOK_UP)
         except queue.Empty:
             continue
-    raise ModelError(f"the model has said nothing for {MOST_SILENT:.0f} s", hint="look whether the machine is busy")
+    raise ModelError(f"the model has not answered for {MOST_SILENT:.0f} s", hint="check whether the machine is busy")
 
 
 def with_thinking(run: TrainedRun, *, on: bool) -> TrainedRun:

@@ -59,7 +59,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         """The prompt of a history as text, which stands for the ids of training. Raises `RowError`."""
         if not add_generation_prompt:
             hint = "run it without the chat template (--plain)"
-            raise UserError("a task begins the answer itself (gen_prefix), which is not done in a template", hint=hint)
+            raise UserError("a task begins the answer itself (gen_prefix), which a chat template cannot do", hint=hint)
         ids = prompt_ids(self.run, chat_history)
         text = self.run.encoder.tokenizer.decode(ids)
         self.prompts[text] = ids.tolist()
@@ -138,7 +138,7 @@ def answering_task(settings: GenerateConfig, told: Mapping[str, Any]) -> Generat
     """
     known = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p"}
     if unknown := sorted(name for name, value in told.items() if name not in known and value is not None):
-        raise UserError(f"a task's generation_kwargs have {', '.join(unknown)}, which engines do not follow")
+        raise UserError(f"a task's generation_kwargs have {', '.join(unknown)}, which the engine does not support")
     draws = bool(told.get("do_sample")) and bool(told.get("temperature", 1.0))
     of_sampling = {name: told.get(name) for name in ("temperature", "top_p", "top_k", "min_p")} if draws else {}
     return GenerateConfig.model_validate(

@@ -43,7 +43,7 @@ def evaluate_tasks(
     not installed or a task is unknown, and what opening the run raises.
     """
     if find_spec("lm_eval") is None:
-        raise UserError("tasks are asked by the package lm-eval, which is not installed", hint=install_hint("eval"))
+        raise UserError("tasks need the package lm-eval, which is not installed", hint=install_hint("eval"))
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -82,5 +82,5 @@ def _name_in(path: Path) -> str:
         raise UserError(f"there is no {path}", hint="name a YAML file of a task, or a task that lm-eval knows")
     found = _TASK_NAME.search(path.read_text(encoding="utf-8"))
     if found is None:
-        raise UserError(f"{path} is no task of lm-eval: it has no key task")
+        raise UserError(f"{path} is not a task of lm-eval: it has no key task")
     return found[1]

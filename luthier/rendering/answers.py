@@ -141,7 +141,7 @@ def _refuse_added(added: str, texts: Sequence[str], rest: str, field: str) -> Ne
     raise RowError(
         "words_added",
         f"the chat template puts {_short(added)} into the answer, which the row does not have, so the model would "
-        "learn to say it; use a template that writes it in the prompt, or not at all",
+        "learn to write it; use a template that writes it in the prompt, or not at all",
         field=field,
     )
 

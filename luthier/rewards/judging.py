@@ -173,7 +173,7 @@ class RewardJudge:
         of_row = found[metric].of_row
         if of_row is None:
             raise UserError(
-                f"rollout.rewards: the metric {metric} is one of all answers together, not of each",
+                f"rollout.rewards: the metric {metric} measures all answers together, not each one",
                 hint="take rougeL, exact, contains or regex:PATTERN",
                 key="rollout.rewards",
             )
@@ -221,7 +221,9 @@ def _pattern(metric: str) -> re.Pattern[str]:
         return re.compile(metric.removeprefix(MATCHES), re.DOTALL)
     except re.error as error:
         what = f"rollout.rewards: {metric!r} is no regular expression: {error}"
-        raise UserError(what, hint="matches:PATTERN has a pattern of Python's", key="rollout.rewards") from None
+        raise UserError(
+            what, hint="PATTERN in matches:PATTERN is a Python regular expression", key="rollout.rewards"
+        ) from None
 
 
 def expected_of(answer: DrawnAnswer, column: str | None) -> str | None:
@@ -301,7 +303,7 @@ def length_reward(name: str, most: int) -> Callable[[int], float]:
     if colon:
         if of != "overlong" or not argument.isdecimal() or not 1 <= int(argument) <= most:
             raise UserError(
-                f"rollout.rewards: {name!r} is no reward of lengths",
+                f"rollout.rewards: {name!r} is not a reward of lengths",
                 hint=f"overlong:TOKENS takes from 1 to rollout.max_new_tokens ({most}); length takes nothing",
                 key="rollout.rewards",
             )

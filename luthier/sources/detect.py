@@ -199,7 +199,7 @@ def _check_tokens(config: SourceConfig) -> None:
     said = [key for key in keys if getattr(config, key) not in (None, False, [], {})]
     if said:
         what = f"{config.path}: the rows hold token ids, so {', '.join(said)} of the data set changes nothing"
-        raise SourceError(what, hint=f"remove {said[0]}: what is learned is said by the column labels or loss_mask")
+        raise SourceError(what, hint=f"remove {said[0]}: the column labels or loss_mask says what is learned")
 
 
 def _unlabelled(path: str) -> SourceError:

@@ -233,7 +233,7 @@ def check_blocks(model: nn.Module, config: RunConfig) -> None:
     left = [name for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in inside]
     if left:
         raise ModelError(
-            f"adapter.freeze_trainable_modules trains {left[0]}, and badam trains decoder layers alone",
+            f"adapter.freeze_trainable_modules trains {left[0]}, and badam trains decoder layers only",
             hint="set train.optim_args: {ends: true}, or train.optim: adamw_torch",
         )
 

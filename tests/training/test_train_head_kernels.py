@@ -112,7 +112,7 @@ def test_a_run_by_the_kernel_is_the_run_by_chunks(kernel: Counted, run: Any, nam
         assert mine.grad_norm == pytest.approx(chunked.grad_norm, rel=1e-4)
     assert found.evals[-1].loss == pytest.approx(expected.evals[-1].loss, rel=1e-5)
     assert found.evals[-1].token_accuracy == expected.evals[-1].token_accuracy
-    assert f"head kernel: {kernel.name}, as good as the chunks on the first row" in notes
+    assert f"head kernel: {kernel.name}, which agrees with the chunks on the first row" in notes
     assert (found.model.head_kernel, expected.model.head_kernel) == (kernel.name, "chunked")
     assert Report(result=found).to_json()["model"]["head_kernel"] == kernel.name
 
@@ -165,7 +165,9 @@ def _one_percent(answer: KernelAnswer) -> KernelAnswer:
 def test_a_kernel_that_is_as_good_is_taken(kernel: Counted, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     _pretend(monkeypatch)
     head, told = _choose(policy)
-    assert head.kernel is kernel and told == [f"head kernel: {kernel.name}, as good as the chunks on the first row"]
+    assert head.kernel is kernel and told == [
+        f"head kernel: {kernel.name}, which agrees with the chunks on the first row"
+    ]
     assert {task.hidden_KD.dtype for task in kernel.tasks} == {torch.float32}
     assert {task.needs for task in kernel.tasks} >= {(True, True, False)}, "the weight is trained"
 

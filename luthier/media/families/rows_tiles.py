@@ -335,7 +335,7 @@ FIXED_ROWS = (
         model_types=("janus",),
         image=Rule(measure=pictures.nothing),
         batching={"pixel_values": CAT},
-        undrawn="its class generates by itself, and lets nobody else choose the tokens",
+        undrawn="its class has a generate function of its own, so Luthier cannot choose its tokens",
         modules=ALIGNED,
     ),
     Family(

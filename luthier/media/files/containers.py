@@ -265,7 +265,7 @@ def _opened(content: Content, what: str, readers: Sequence[str]) -> Iterator[Inp
         import av
     except ImportError:
         raise SourceError(
-            f"{content.name}: videos, and audio other than WAV, are read by PyAV, which is not installed",
+            f"{content.name}: videos, and audio other than WAV, need PyAV, which is not installed",
             hint="install it: pip install av",
         ) from None
     try:

@@ -59,7 +59,7 @@ def choose_kernel(
     except ImportError as error:
         problem = f"liger-kernel cannot be imported: {error}"
     if problem is None:
-        tell(f"head kernel: {kernel.name}, as good as the chunks on the first row")
+        tell(f"head kernel: {kernel.name}, which agrees with the chunks on the first row")
         return replace(head, kernel=kernel)
     if asked is HeadKernel.AUTO:
         tell(f"head kernel: chunked, not liger: {problem}")

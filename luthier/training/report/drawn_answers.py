@@ -92,7 +92,7 @@ def read_groups(run: Path, step: int, row: int | None = None) -> list[LoggedGrou
                 answer = msgspec.json.decode(line, type=LoggedAnswer)
             except msgspec.MsgspecError as error:
                 raise UserError(
-                    f"{path}:{number} is no answer of a run: {error}", hint=f"restore the file, or delete {path}"
+                    f"{path}:{number} is not an answer of a run: {error}", hint=f"restore the file, or delete {path}"
                 ) from error
             if row is None or answer.row.rpartition(":")[2] == str(row):
                 groups.setdefault((answer.row, answer.prompt), []).append(answer)
@@ -117,7 +117,7 @@ def chosen_groups(run: Path, *, step: int | None = None, row: int | None = None)
     if not found:
         raise UserError(
             f"row {row} was not asked in {f'step {step}' if step is not None else 'any step'} of {run}",
-            hint="leave --row away to see which rows were",
+            hint="omit --row to see which rows were",
         )
     return found
 
