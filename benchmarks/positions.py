@@ -28,7 +28,8 @@ from rich.table import Table
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from benchmarks.harness.processes import load
-from luthier.layout import MediaGrids, packed_mrope, position_scheme
+from luthier.layout.mrope import packed_mrope
+from luthier.layout.position_schemes import MediaGrids, position_scheme
 from luthier.records import Branch
 
 CONFIG = {"vision_config": {"spatial_merge_size": 2, "tokens_per_second": 2}}
@@ -70,7 +71,7 @@ def main() -> int:
     assert np.array_equal(ours()[1:], expected_AT), "positions differ from those of get_rope_index"
     assert np.array_equal(batched(), expected_AT), "get_rope_index disagrees with itself"
     told = {
-        "luthier.layout.packed_mrope": _milliseconds(ours, options.rounds * 10),
+        "luthier.layout.mrope.packed_mrope": _milliseconds(ours, options.rounds * 10),
         "get_rope_index, each document alone": _milliseconds(alone, options.rounds),
         "get_rope_index, a padded batch": _milliseconds(batched, options.rounds),
     }

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import luthier
 from luthier.encoding.encoder import Encoder
-from luthier.layout import cut_segment
+from luthier.layout.cutting import cut_segment
 from luthier.presets import model_folder
 from luthier.sources import open_sources, resolve_sources
 

@@ -151,10 +151,10 @@ if TYPE_CHECKING:
     from luthier.objectives.token_losses import TokenSettings as TokenSettings
     from luthier.objectives.token_losses import token_loss_sum as token_loss_sum
     from luthier.objectives.token_scores import TokenScores as TokenScores
-    from luthier.packing import PlanSummary as PlanSummary
-    from luthier.packing import SourceShare as SourceShare
-    from luthier.packing import UnitKind as UnitKind
-    from luthier.packing import plan_packs as plan_packs
+    from luthier.packing.epoch import PlanSummary as PlanSummary
+    from luthier.packing.epoch import SourceShare as SourceShare
+    from luthier.packing.packer import plan_packs as plan_packs
+    from luthier.packing.settings import UnitKind as UnitKind
     from luthier.plugins import load_plugins as load_plugins
     from luthier.prediction.comparing import AnswerPair as AnswerPair
     from luthier.prediction.comparing import MetricComparison as MetricComparison

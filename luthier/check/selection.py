@@ -21,7 +21,8 @@ from luthier.errors import UserError
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.reader import BatchReader
 from luthier.loader.settings import Loaded, eval_settings, media_of, plan_of_run
-from luthier.packing import EpochPlan, UnitKind, plan_epoch
+from luthier.packing.epoch import EpochPlan, plan_epoch
+from luthier.packing.settings import UnitKind
 from luthier.preparation.prepared import PreparedSet
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Pack
@@ -106,10 +107,10 @@ class Selection:
         """One pack, or, of padded rows that are compared, all of a unit."""
         plan, rows = self._plan(index, loaded)
         together = index.units.size if not loaded.config.train.packing.is_packed else 1
-        self._check((len(plan.pack_bounds) - 1) // together, "packs")
+        self._check((len(plan.planned.pack_bounds) - 1) // together, "packs")
         first = (self.number - 1) * together
-        micro_batch = int(np.searchsorted(plan.batch_bounds, first, side="right")) - 1
-        start = first - int(plan.batch_bounds[micro_batch])
+        micro_batch = int(np.searchsorted(plan.planned.batch_bounds, first, side="right")) - 1
+        start = first - int(plan.planned.batch_bounds[micro_batch])
         packs, origins = self._packs(plan, rows, micro_batch, index, loaded)
         chosen = slice(start, start + together)
         return [

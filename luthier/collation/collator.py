@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from luthier.collation.grid import CollateSettings, Grid, lay_out, lay_out_trees
 from luthier.collation.media_inputs import MediaInputs
-from luthier.layout import (
+from luthier.layout.trees import (
     ancestors,
     cu_seqlens,
     leaves,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.layout import join_trees, segment_starts
+from luthier.layout.trees import join_trees, segment_starts
 from luthier.records import Branch, LostMedia, MediaItem, Pack, Sample, Segment
 
 

@@ -15,7 +15,7 @@ from luthier.collation.collator import collate_packs
 from luthier.collation.media_inputs import MediaInputs
 from luthier.config.schema import MediaConfig
 from luthier.media import MediaProcessor, MediaSource
-from luthier.packing import plan_packs
+from luthier.packing.packer import plan_packs
 from luthier.records import Batch, Pack, Sample, Segment
 
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from luthier.collation.grid import CollateSettings, Grid
 from luthier.config.schema import MediaConfig
 from luthier.errors import RowError
-from luthier.layout import MediaGrids, PositionScheme, mrope_positions, packed_mrope, position_scheme
+from luthier.layout.mrope import mrope_positions, packed_mrope
+from luthier.layout.position_schemes import MediaGrids, PositionScheme, position_scheme
 from luthier.media import (
     PREFIX_TYPES,
     Attention,

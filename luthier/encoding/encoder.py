@@ -20,7 +20,7 @@ from luthier.encoding.pieces import Assembler
 from luthier.encoding.shortening import Shortener, ShorterRow, side_by_side
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 from luthier.errors import RowDropped, RowError, TemplateError
-from luthier.layout import prompt_tree
+from luthier.layout.trees import prompt_tree
 from luthier.media import MediaAccess, MediaSource, decoder_of
 from luthier.records import (
     SAMPLES_VERSION,

@@ -21,7 +21,7 @@ import numpy as np
 
 from luthier.config.schema import TrainOn
 from luthier.errors import RowDropped, RowError
-from luthier.layout import join_trees
+from luthier.layout.trees import join_trees
 from luthier.records import (
     Conversation,
     Feedback,

@@ -35,8 +35,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import SourceError, StoreError, UserError
 from luthier.loader import feed_files
 from luthier.loader.settings import mixture_of, units_of
-from luthier.packing import EpochOrder, RowOrder
-from luthier.packing.order import hold_out_part
+from luthier.packing.order import EpochOrder, RowOrder, hold_out_part
 from luthier.preparation.prepare import QUARANTINE_FILE
 from luthier.preparation.prepared import Quarantine, empty_side, num_held_out
 from luthier.preparation.resolver import ResolvedPortion, resolve_portions

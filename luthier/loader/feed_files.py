@@ -31,7 +31,7 @@ _KINDS: dict[str, type[UserError]] = {
 class FeedFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What is known before the first row that is trained on is read. ``identity`` covers the files as they were found.
 
-    num_tried      so many of the rows in `packing.hold_out_order` were looked at for evaluation
+    num_tried      so many of the rows in `packing.order.hold_out_part` were looked at for evaluation
     num_eval_rows  those of them that are not lost, or those of the evaluation's own sources
     """
 

@@ -28,7 +28,9 @@ from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
 from luthier.loader.settings import LoaderOptions, LoaderSettings, loader_options, order_of_run
 from luthier.loader.stream_state import LoaderState, RowTrail
-from luthier.packing import EpochPlan, MixtureSettings, RowOrder, SegmentTable, UnitKind
+from luthier.packing.epoch import EpochPlan
+from luthier.packing.order import MixtureSettings, RowOrder
+from luthier.packing.settings import SegmentTable, UnitKind
 from luthier.preparation.prepare import prepare
 from luthier.preparation.prepared import Prepared, PreparedSet
 from luthier.preparation.segments import SegmentIndex

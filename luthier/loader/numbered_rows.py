@@ -17,18 +17,10 @@ from luthier.config.schema import Overflow
 from luthier.errors import RowDropped
 from luthier.ledger import Ledger
 from luthier.loader.places import PLACE, Places, PlannedMicroBatch, segment_at
-from luthier.packing import (
-    PATCH_COST,
-    EpochPlan,
-    GrowingTable,
-    Planned,
-    PlanSettings,
-    SegmentTable,
-    UnitKind,
-    completion_room,
-    draw_partners,
-)
-from luthier.packing.planner import first_segments, spread
+from luthier.packing.epoch import EpochPlan
+from luthier.packing.planned import Planned
+from luthier.packing.planner import GrowingTable, first_segments, spread
+from luthier.packing.settings import PATCH_COST, PlanSettings, SegmentTable, UnitKind, completion_room, draw_partners
 from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.preparation.resolver import ResolvedPortion
 from luthier.preparation.segments import SegmentIndex

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.layout import SegmentCut, leaf_segment, span_of, take_window
-from luthier.packing import UnitKind
+from luthier.layout.cutting import SegmentCut, take_window
+from luthier.layout.trees import leaf_segment, span_of
+from luthier.packing.settings import UnitKind
 from luthier.records import Address, Sample, Segment
 
 # One record a segment: leaf ``leaf`` of sample ``sample``, its first ``head`` tokens and ``start:stop``, ``open_end``

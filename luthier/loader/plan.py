@@ -18,11 +18,15 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier import packing
 from luthier.loader import stream_state
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.places import PlannedMicroBatch
-from luthier.packing.planned import join, part_of_plan, sums
+from luthier.packing.epoch import EpochPlan, plan_epoch
+from luthier.packing.order import RowOrder
+from luthier.packing.packer import is_at_once
+from luthier.packing.planned import Planned, join, sums
+from luthier.packing.planner import EpochPlanner
+from luthier.packing.settings import PlanSettings
 
 Ints = NDArray[np.int64]
 
@@ -45,8 +49,8 @@ class StreamPlan:
     def __init__(
         self,
         rows: RowTable,
-        settings: packing.PlanSettings,
-        order: packing.RowOrder,
+        settings: PlanSettings,
+        order: RowOrder,
         *,
         num_epochs: float = math.inf,
         max_steps: int | None = None,
@@ -59,7 +63,7 @@ class StreamPlan:
         self._num_epochs = math.inf if max_steps is not None else num_epochs
         self._max_steps = max_steps
         self._windows: deque[stream_state.StepWindow] = deque()
-        self._whole: OrderedDict[int, packing.EpochPlan] = OrderedDict()
+        self._whole: OrderedDict[int, EpochPlan] = OrderedDict()
         self._last: int | None = None  # how many steps there are, once that is known
         self._pace: tuple[float, bool] | None = None  # steps of an epoch, and whether they were counted
         self._counted: tuple[float, ...] = ()  # epochs that are planned at once, and all of their steps
@@ -226,7 +230,7 @@ class StreamPlan:
                 return np.flatnonzero(seen)
             plan = self.epoch(epoch)
             stop = min(int(plan.step_bounds[min(left, plan.num_steps)]), len(plan.planned))  # dummies have none
-            seen[plan.segment_ids[: plan.pack_bounds[plan.batch_bounds[stop]]]] = True
+            seen[plan.planned.segment_ids[: plan.planned.pack_bounds[plan.planned.batch_bounds[stop]]]] = True
             left -= plan.num_steps
         return np.flatnonzero(seen | (left > 0))
 
@@ -235,21 +239,21 @@ class StreamPlan:
         names = ("segments", "tokens", "targets", "micro_batches", "packs")
         return dict(zip(names, self._now.of_first_epoch, strict=True))
 
-    def epoch(self, number: int) -> packing.EpochPlan:
+    def epoch(self, number: int) -> EpochPlan:
         """The whole plan of one epoch, kept while it is in use. Waits for all of its rows."""
         if number not in self._whole:
-            self._whole[number] = self._planned_at_once(number) or packing.plan_epoch(
+            self._whole[number] = self._planned_at_once(number) or plan_epoch(
                 self.rows, self.settings, epoch=number, order=self.order.epoch(number)
             )
             while len(self._whole) > _PLANS_KEPT:
                 self._whole.popitem(last=False)
         return self._whole[number]
 
-    def _planned_at_once(self, epoch: int) -> packing.EpochPlan | None:
+    def _planned_at_once(self, epoch: int) -> EpochPlan | None:
         for window in self._windows:
             if window.before.epoch == epoch and window.is_whole_epoch:
                 planned = replace(window.planned, step_ends=window.bounds[1:-1])
-                return packing.EpochPlan.of_planned(planned, self.rows.whole().lengths, self.settings, epoch=epoch)
+                return EpochPlan.of_planned(planned, self.rows.whole().lengths, self.settings, epoch=epoch)
         return None
 
     def count_steps(self) -> int:
@@ -309,8 +313,8 @@ class StreamPlan:
         """Plan an epoch from a place in it."""
         self._now = self._restart = before
         order = self.order.epoch(before.epoch)
-        self._planner = packing.EpochPlanner(self.rows, self.settings, order, epoch=before.epoch, place=before.place)
-        self._open: packing.Planned | None = None  # micro-batches, of occurrences, that are in no complete step
+        self._planner = EpochPlanner(self.rows, self.settings, order, epoch=before.epoch, place=before.place)
+        self._open: Planned | None = None  # micro-batches, of occurrences, that are in no complete step
         self._waiting = stream_state.waiting_in(self._planner, None)
 
     def _plan_window(self) -> None:
@@ -327,13 +331,13 @@ class StreamPlan:
                 break
             self._open = planned
         last = int(ends[-1]) if len(ends) else 0
-        whole = replace(part_of_plan(planned, 0, last), step_ends=ends)
-        self._open = part_of_plan(planned, last, len(planned)) if last < len(planned) else None
+        whole = replace(planned.part(0, last), step_ends=ends)
+        self._open = planned.part(last, len(planned)) if last < len(planned) else None
         self._note(whole, planner)
         if planner.is_over:
             self._end_epoch()
 
-    def _note(self, planned: packing.Planned, planner: packing.EpochPlanner) -> None:
+    def _note(self, planned: Planned, planner: EpochPlanner) -> None:
         """Add the steps of some micro-batches, which end at ``planned.step_ends``."""
         before, waiting, after = self._now, self._waiting, planner.place()
         bounds = np.append(np.int64(0), planned.step_ends)
@@ -387,7 +391,7 @@ class StreamPlan:
             self._windows.append(window)
         self._look_for_end(window)
 
-    def _note_end(self, planner: packing.EpochPlanner) -> None:
+    def _note_end(self, planner: EpochPlanner) -> None:
         """The last window of the epoch completed no step: what was the last so far is the epoch's last."""
         if planner.is_over and self._windows and self._windows[-1].before.epoch == self._now.epoch:
             newest = self._windows[-1]
@@ -399,7 +403,7 @@ class StreamPlan:
         """Whether the run ends with one of these steps: a part of an epoch is over when so many rows are used up."""
         if self._last is not None or self._num_epochs % 1 == 0 or math.isinf(self._num_epochs):
             return
-        if self._max_steps is None and not packing.is_at_once(self.settings, self._rows_per_epoch):
+        if self._max_steps is None and not is_at_once(self.settings, self._rows_per_epoch):
             place = int(np.searchsorted(window.upto, self._rows_per_epoch * self._num_epochs))
             if place < len(window) - 1 or (place < len(window) and not window.ends_epoch):
                 self._last = window.before.steps + place + 1
@@ -448,7 +452,7 @@ class StreamPlan:
             return self._max_steps, True
         if math.isinf(self._num_epochs):
             return max(1, round(steps_of_epoch)), False
-        if packing.is_at_once(self.settings, self._rows_per_epoch):
+        if is_at_once(self.settings, self._rows_per_epoch):
             if self._counted[:1] != (self._num_epochs,):
                 self._counted = self._num_epochs, self._steps_of_whole_epochs(int(steps_of_epoch))
             return int(self._counted[1]), True

@@ -23,7 +23,7 @@ from luthier.config.schema import MediaConfig
 from luthier.loader.places import PLACE, PlannedMicroBatch
 from luthier.media import MediaSource
 from luthier.media.feature_files import FeatureFiles
-from luthier.packing import UnitKind
+from luthier.packing.settings import UnitKind
 from luthier.records import LostMedia
 
 HEADER_BYTES = 8  # of a frame: its length, big-endian

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from luthier.collation import CollateSettings, Grid, MediaInputs, blank_grid, lay_out, lay_out_trees, to_batch
-from luthier.layout import splice, tree_of_runs
+from luthier.layout.trees import splice, tree_of_runs
 from luthier.loader.places import Places, PlannedMicroBatch, segment_at, tail_at
 from luthier.records import NOWHERE, Batch, Pack, Sample, Segment, Unit
 from luthier.store.store import SampleStore

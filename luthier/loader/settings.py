@@ -28,8 +28,8 @@ from luthier.loader.stream_state import LoaderState
 from luthier.media import MediaSource
 from luthier.media.families.family import PackingSupport
 from luthier.metrics.table import metrics_of_answers
-from luthier.packing import MixtureSettings, PlanSettings, RowOrder, Segments, UnitKind, held_tokens
-from luthier.packing.order import check_mixture
+from luthier.packing.order import MixtureSettings, RowOrder, check_mixture
+from luthier.packing.settings import PlanSettings, Segments, UnitKind, held_tokens
 from luthier.preparation.prepare import Progress, prepare
 from luthier.preparation.prepared import Prepared, num_held_out
 from luthier.preparation.segments import SegmentIndex

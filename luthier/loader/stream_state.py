@@ -19,12 +19,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier import packing
 from luthier.config.choices import MixtureBy
 from luthier.config.schema import Packing
 from luthier.errors import CheckpointError, UserError
 from luthier.loader.numbered_rows import RowTable
-from luthier.packing.planned import part_of_plan
+from luthier.packing.epoch import count_by_source
+from luthier.packing.order import EpochOrder, MixtureSettings, RowOrder
+from luthier.packing.planned import Planned
+from luthier.packing.planner import EpochPlanner, PlannerPlace
+from luthier.packing.settings import PlanSettings, UnitKind
 from luthier.writing import counted, write_text
 
 STATE_VERSION = 3  # 2: rows were ordered by other rules
@@ -217,7 +220,7 @@ class StreamHistory:
     taken: Ints
     of_first_epoch: tuple[int, ...]
     trail: RowTrail | None
-    place: packing.PlannerPlace | None
+    place: PlannerPlace | None
     after: StepWindow | None = None
 
     def to_json(self, trail: RowTrail) -> dict[str, object]:
@@ -243,7 +246,7 @@ class StreamHistory:
             taken=taken.astype(np.int64),
             of_first_epoch=tuple(content["of_first_epoch"]),
             trail=trail.cut_back(content["steps"], content["digest"]),
-            place=None if content["place"] is None else packing.PlannerPlace.from_json(content["place"]),
+            place=None if content["place"] is None else PlannerPlace.from_json(content["place"]),
         )
 
 
@@ -260,7 +263,7 @@ class StepWindow:
 
     before: StreamHistory
     restart: StreamHistory
-    planned: packing.Planned
+    planned: Planned
     bounds: Ints
     used: Ints
     upto: Ints
@@ -282,12 +285,12 @@ class StepWindow:
 
     def packs(self, place: int) -> tuple[tuple[Ints, ...], ...]:
         """The packs of each micro-batch of a step."""
-        planned = part_of_plan(self.planned, *self.bounds[place : place + 2].tolist())
+        planned = self.planned.part(*self.bounds[place : place + 2].tolist())
         packs = [planned.segment_ids[a:b] for a, b in itertools.pairwise(planned.pack_bounds.tolist())]
         return tuple(tuple(packs[a:b]) for a, b in itertools.pairwise(planned.batch_bounds.tolist()))
 
 
-def count_taken(rows: RowTable, settings: packing.PlanSettings, window: StepWindow, first: int, stop: int) -> Ints:
+def count_taken(rows: RowTable, settings: PlanSettings, window: StepWindow, first: int, stop: int) -> Ints:
     """int64[S, 4]: rows, segments, tokens and targets that the steps ``first:stop`` of a window take of each source."""
     members, planned = window.members(first, stop), window.planned
     table = rows.table(planned.segment_ids[members])
@@ -297,10 +300,10 @@ def count_taken(rows: RowTable, settings: packing.PlanSettings, window: StepWind
         begun = planned.starts[members] == 0
         # the first token of what follows a cut is no target any more; exact for plain text
         targets = np.where(targets == table.lengths - 1, lengths - 1, np.where(begun, targets, -1))
-    return packing.count_by_source(table.source_ids, len(rows.weights), heads=heads, lengths=lengths, targets=targets)
+    return count_by_source(table.source_ids, len(rows.weights), heads=heads, lengths=lengths, targets=targets)
 
 
-def waiting_in(planner: packing.EpochPlanner, open_: packing.Planned | None) -> Ints:
+def waiting_in(planner: EpochPlanner, open_: Planned | None) -> Ints:
     """int64[w, 2]: position and ordinal of the segments that a planner has taken and that are in no complete step;
     ``open_`` are the micro-batches of the next one."""
     members = planner.held_back()
@@ -311,7 +314,7 @@ def waiting_in(planner: packing.EpochPlanner, open_: packing.Planned | None) -> 
     return np.stack([table["position"], table["ordinal"].astype(np.int64)], axis=1)
 
 
-def rows_seen_before(rows: RowTable, order: packing.RowOrder, window: StepWindow) -> NDArray[np.bool_]:
+def rows_seen_before(rows: RowTable, order: RowOrder, window: StepWindow) -> NDArray[np.bool_]:
     """Which rows, by number, the steps before a window have seen a segment of."""
     seen = np.zeros(order.num_rows, dtype=np.bool_)
     for epoch in range(window.before.epoch):
@@ -343,17 +346,17 @@ def no_steps(num_segments: int) -> UserError:
     )
 
 
-def has_constant_steps(settings: packing.PlanSettings, mixture: packing.MixtureSettings) -> bool:
+def has_constant_steps(settings: PlanSettings, mixture: MixtureSettings) -> bool:
     """Whether all epochs that are planned at once have as many steps as the first one."""
     # whole weights leave the multiset of lengths alone, and with it the number of packs that are planned at once;
     # and so does everything but completions that each epoch draws anew
-    drawn_anew = settings.units is packing.UnitKind.FEEDBACK_KL and settings.packing is not Packing.NONE
+    drawn_anew = settings.units is UnitKind.FEEDBACK_KL and settings.packing is not Packing.NONE
     whole = mixture.by is MixtureBy.EPOCHS and all(weight == int(weight) for weight in mixture.weights)
     is_cut = settings.packing is Packing.SPLIT
     return whole and not drawn_anew and not is_cut and settings.tokens_per_step is None
 
 
-def _mark(seen: NDArray[np.bool_], order: packing.EpochOrder, stop: int, without: Ints) -> None:
+def _mark(seen: NDArray[np.bool_], order: EpochOrder, stop: int, without: Ints) -> None:
     """Mark the rows at the first places of an order, but for those at some."""
     for start in range(0, stop, BLOCK):
         end = min(start + BLOCK, stop)

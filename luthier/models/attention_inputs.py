@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from luthier.errors import ModelError
-from luthier.layout import ancestors, seen_blocks, segment_ids, tree_mask, tree_positions
+from luthier.layout.trees import ancestors, seen_blocks, segment_ids, tree_mask, tree_positions
 from luthier.models.attention import PLAN, BlockReach, announced, plan_attention
 from luthier.models.submodules import TYPE_INPUTS
 from luthier.records import Batch

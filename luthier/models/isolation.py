@@ -24,7 +24,7 @@ from luthier.models.attention_inputs import Isolation, Windows, attention_inputs
 from luthier.models.encoders import with_encoder_outputs
 from luthier.models.mixers import part_mixers
 from luthier.models.submodules import MediaNeeds, set_text_attention, text_attention
-from luthier.packing import Segments
+from luthier.packing.settings import Segments
 from luthier.records import Batch, Branch, Pack, Sample, Segment
 
 # Models with layers that carry a state from token to token, past any mask. Where those are no `MIXERS`, or nothing else

@@ -16,7 +16,7 @@ from peft import PeftModel
 from torch import nn
 
 from luthier.errors import ModelError
-from luthier.layout import leaves
+from luthier.layout.trees import leaves
 from luthier.models.encoders import BlankMedia, with_blanks
 from luthier.models.head_tap import OutputHead, Scored, score_targets
 from luthier.models.isolation import ChosenIsolation

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from luthier.config.schema import ModelPart
-from luthier.layout import position_scheme
+from luthier.layout.position_schemes import position_scheme
 from luthier.media.families.family import Attention, Family, PackingSupport
 from luthier.media.families.table import FAMILIES
 

@@ -30,10 +30,8 @@ Ints = NDArray[np.int64]
 class EpochPlan:
     """The micro-batches of one epoch. ``plan[i]``, ``len(plan)`` and iteration go over them in their global order.
 
-    Kept as flat arrays: pack ``p`` is ``segment_ids[pack_bounds[p]:pack_bounds[p + 1]]``, and micro-batch ``m`` is the
-    packs ``batch_bounds[m]:batch_bounds[m + 1]``. Under ``Packing.SPLIT``, ``starts`` and ``stops`` say which tokens of
-    each segment are meant; else they are None. The last ``num_dummies`` micro-batches repeat ``dummy_of``.
-    Step ``s`` is the micro-batches ``step_bounds[s]:step_bounds[s + 1]``, dummies and all.
+    ``planned`` are those without dummies; the last ``num_dummies`` repeat ``dummy_of``. Step ``s`` is the micro-batches
+    ``step_bounds[s]:step_bounds[s + 1]``, dummies and all.
     """
 
     planned: Planned
@@ -60,31 +58,6 @@ class EpochPlan:
             num_dummies=num_dummies,
             dummy_of=int(np.argmin(tokens)) if num_batches else -1,
         )
-
-    @property
-    def segment_ids(self) -> Ints:
-        """int64[S]."""
-        return self.planned.segment_ids
-
-    @property
-    def pack_bounds(self) -> Ints:
-        """int64[P + 1]."""
-        return self.planned.pack_bounds
-
-    @property
-    def batch_bounds(self) -> Ints:
-        """int64[M + 1], without dummies."""
-        return self.planned.batch_bounds
-
-    @property
-    def starts(self) -> Ints | None:
-        """int64[S] where segments are cut."""
-        return self.planned.starts
-
-    @property
-    def stops(self) -> Ints | None:
-        """int64[S] where segments are cut."""
-        return self.planned.stops
 
     def __len__(self) -> int:
         return len(self.planned) + self.num_dummies
@@ -174,23 +147,23 @@ def describe(plan: EpochPlan, table: SegmentTable) -> PlanSummary:
     Under ``Packing.SPLIT`` ``targets`` is exact for plain text, all of whose tokens are targets.
     """
     lengths = plan.planned.lengths(table.lengths)
-    num_packs = len(plan.pack_bounds) - 1
+    num_packs = len(plan.planned.pack_bounds) - 1
     tokens = int(lengths.sum())
     slots = 0
     if num_packs:
-        rows = np.add.reduceat(lengths, plan.pack_bounds[:-1])
-        longest = np.maximum.reduceat(rows, plan.batch_bounds[:-1])
-        slots = int((longest * np.diff(plan.batch_bounds)).sum())
-    first = plan.starts == 0 if plan.starts is not None else np.ones(len(lengths), dtype=np.bool_)
+        rows = np.add.reduceat(lengths, plan.planned.pack_bounds[:-1])
+        longest = np.maximum.reduceat(rows, plan.planned.batch_bounds[:-1])
+        slots = int((longest * np.diff(plan.planned.batch_bounds)).sum())
+    first = plan.planned.starts == 0 if plan.planned.starts is not None else np.ones(len(lengths), dtype=np.bool_)
     return PlanSummary(
         micro_batches=len(plan),
         dummies=plan.num_dummies,
         steps=plan.num_steps,
         packs=num_packs,
-        segments=len(plan.segment_ids),
+        segments=len(plan.planned.segment_ids),
         tokens=tokens,
         # the first token of what follows a cut is no target any more
-        targets=int(table.num_targets[plan.segment_ids[first]].sum()) - int((~first).sum()),
+        targets=int(table.num_targets[plan.planned.segment_ids[first]].sum()) - int((~first).sum()),
         slots=slots,
         fill=tokens / (num_packs * plan.settings.row_capacity) if num_packs else 0.0,
         padding=1 - tokens / slots if slots else 0.0,
@@ -241,12 +214,12 @@ def source_counts(plan: EpochPlan, table: SegmentTable, *, num_steps: int | None
     are exact for plain text, all of whose tokens are targets.
     """
     taken = slice(0, _num_members(plan, num_steps))
-    ids, lengths = plan.segment_ids[taken], plan.planned.lengths(table.lengths)[taken]
-    begun = plan.starts[taken] == 0 if plan.starts is not None else np.ones(len(ids), dtype=np.bool_)
+    ids, lengths = plan.planned.segment_ids[taken], plan.planned.lengths(table.lengths)[taken]
+    begun = plan.planned.starts[taken] == 0 if plan.planned.starts is not None else np.ones(len(ids), dtype=np.bool_)
     is_first = np.zeros(len(table.lengths), dtype=np.bool_)
     is_first[np.unique(table.row_ids, return_index=True)[1]] = True  # each row's first segment stands for the row
     targets = table.num_targets[ids]
-    if plan.starts is not None:  # the first token of what follows a cut is no target any more
+    if plan.planned.starts is not None:  # the first token of what follows a cut is no target any more
         is_plain = targets == table.lengths[ids] - 1
         targets = np.where(is_plain, lengths - 1, np.where(begun, targets, -1))
     return count_by_source(
@@ -270,7 +243,7 @@ def count_by_source(
 
 def _num_members(plan: EpochPlan, num_steps: int | None) -> int:
     if num_steps is None:
-        return len(plan.segment_ids)
+        return len(plan.planned.segment_ids)
     assert 0 <= num_steps <= plan.num_steps, f"{num_steps} of {counted(plan.num_steps, 'step')}"
     batches = min(int(plan.step_bounds[num_steps]), len(plan.planned))  # dummies come last and take nothing
-    return int(plan.pack_bounds[plan.batch_bounds[batches]])
+    return int(plan.planned.pack_bounds[plan.planned.batch_bounds[batches]])

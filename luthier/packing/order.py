@@ -175,13 +175,8 @@ class _PassingOver:
         return rows + before.astype(np.int64)
 
 
-def hold_out_order(num_rows: int, *, seed: int) -> Ints:
-    """int64[num_rows]: global row numbers, in the order in which rows are held out."""
-    return hold_out_part(num_rows, 0, num_rows, seed=seed)
-
-
 def hold_out_part(num_rows: int, start: int, stop: int, *, seed: int) -> Ints:
-    """Places ``start:stop`` of `hold_out_order`."""
+    """Global row numbers, in the order in which rows are held out: the places ``start:stop`` of it."""
     return _permutation(num_rows, seed, 0, 0, 5)[np.arange(start, min(stop, num_rows), dtype=np.int64)]
 
 
@@ -194,8 +189,7 @@ def check_mixture(num_rows: Sequence[int], mixture: MixtureSettings, *, seed: in
     sizes = np.asarray(num_rows, dtype=np.int64)
     match mixture.by:
         case MixtureBy.EPOCHS:
-            pairs = zip(num_rows, mixture.weights, strict=True)
-            parts = [int(weight) * size + round(weight % 1 * size) for size, weight in pairs]
+            parts = _times_seen(sizes, mixture.weights)
             if sizes.sum() and not sum(parts):
                 raise UserError(
                     f"an epoch takes no row: of {', '.join(f'{size:,}' for size in num_rows)} rows it sees a share of "
@@ -232,6 +226,12 @@ def check_epoch(num_rows: int, all_rows: int, *, why: str) -> None:
         )
 
 
+def _times_seen(sizes: Ints, weights: Sequence[float]) -> list[int]:
+    """How many rows an epoch takes of each source, whose rows are all seen ``weight`` times: 2.5 of 10 rows is 25."""
+    pairs = zip(sizes.tolist(), weights, strict=True)
+    return [int(weight) * size + round((weight - int(weight)) * size) for size, weight in pairs]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Shuffled:
     """Every row as often as its source's weight says, in one full shuffle. ``ends``: of the sources, in places before
@@ -246,8 +246,7 @@ class _Shuffled:
     @classmethod
     def of(cls, sizes: Ints, weights: Sequence[float], seed: int, epoch: int) -> _Shuffled:
         whole = np.array([int(weight) for weight in weights], dtype=np.int64)
-        parts = [round((weight - int(weight)) * size) for weight, size in zip(weights, sizes.tolist(), strict=True)]
-        counts = [int(weight) * size + part for weight, size, part in zip(weights, sizes.tolist(), parts, strict=True)]
+        counts = _times_seen(sizes, weights)
         check_epoch(sum(counts), int(sizes.sum()), why="the weights say how often each row is seen")
         ends = np.cumsum(np.array(counts, dtype=np.int64))
         return cls(sizes=sizes, firsts=bounds_of(sizes), whole=whole, ends=ends, key=(seed, epoch))
@@ -308,7 +307,7 @@ class _Interleaved:
         stop = min(stop, len(self))
         if start >= stop:
             return self.firsts[:0]
-        low, high = self._counts_around(start)[0], self._counts_around(stop)[1]
+        (low, _), (_, high) = self._counts_around(start), self._counts_around(stop)
         ranks = [np.arange(first, last, dtype=np.int64) for first, last in zip(low, high, strict=True)]
         times = [(k + phase) / share for k, phase, share in zip(ranks, self.phases, self.shares, strict=True)]
         rows = [self.firsts[source] + self._rows_of(source, mine) for source, mine in enumerate(ranks)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,11 +63,7 @@ class Planned:
 
     def lengths(self, table_lengths: Ints) -> Ints:
         """int64[S]: the tokens that each member adds to its row, given those of all segments."""
-        if self.starts is None or self.stops is None:
-            lengths = table_lengths[self.segment_ids]
-        else:
-            lengths = self.stops - self.starts
-        return lengths if self.held is None else lengths - self.held
+        return self.lengths_given(table_lengths[self.segment_ids])
 
     def lengths_given(self, lengths: Ints, members: slice = slice(None)) -> Ints:
         """int64: the tokens that some members add to their rows, given those of these members' whole segments."""
@@ -79,44 +76,39 @@ class Planned:
         packs, batch_bounds = take_groups(self.batch_bounds, order)
         members, pack_bounds = take_groups(self.pack_bounds, packs)
         return Planned(
-            segment_ids=self.segment_ids[members],
-            pack_bounds=pack_bounds,
-            batch_bounds=batch_bounds,
-            step_ends=step_ends,
-            starts=None if self.starts is None else self.starts[members],
-            stops=None if self.stops is None else self.stops[members],
-            held=None if self.held is None else self.held[members],
+            **self._columns(members), pack_bounds=pack_bounds, batch_bounds=batch_bounds, step_ends=step_ends
         )
+
+    def part(self, first: int, stop: int) -> Planned:
+        """The micro-batches ``first:stop``, and the steps that end among them."""
+        packs = slice(int(self.batch_bounds[first]), int(self.batch_bounds[stop]))
+        members = slice(int(self.pack_bounds[packs.start]), int(self.pack_bounds[packs.stop]))
+        ends = self.step_ends
+        return Planned(
+            **self._columns(members),
+            pack_bounds=self.pack_bounds[packs.start : packs.stop + 1] - members.start,
+            batch_bounds=self.batch_bounds[first : stop + 1] - packs.start,
+            step_ends=ends[(ends > first) & (ends <= stop)] - first,
+        )
+
+    def _columns(self, members: Ints | slice) -> dict[str, Any]:
+        """What is known of each of some members."""
+        columns = {name: getattr(self, name) for name in _OF_MEMBERS}
+        return {name: None if column is None else column[members] for name, column in columns.items()}
+
+
+_OF_MEMBERS = ("segment_ids", "starts", "stops", "held")
 
 
 def join(parts: Sequence[Planned]) -> Planned:
     """One after the other; at least one."""
-    cut = any(part.starts is not None for part in parts)
-    held = any(part.held is not None for part in parts)
+    columns = {name: [column for part in parts if (column := getattr(part, name)) is not None] for name in _OF_MEMBERS}
+    before = bounds_of(np.array([len(part) for part in parts], dtype=np.int64))[:-1]
     return Planned(
-        segment_ids=np.concatenate([part.segment_ids for part in parts]),
+        **{name: np.concatenate(found) if found else None for name, found in columns.items()},
         pack_bounds=_joined_bounds([part.pack_bounds for part in parts]),
         batch_bounds=_joined_bounds([part.batch_bounds for part in parts]),
-        step_ends=_joined_ends(parts),
-        starts=np.concatenate([part.starts for part in parts if part.starts is not None]) if cut else None,
-        stops=np.concatenate([part.stops for part in parts if part.stops is not None]) if cut else None,
-        held=np.concatenate([part.held for part in parts if part.held is not None]) if held else None,
-    )
-
-
-def part_of_plan(planned: Planned, first: int, stop: int) -> Planned:
-    """The micro-batches ``first:stop``, and the steps that end among them."""
-    packs = slice(int(planned.batch_bounds[first]), int(planned.batch_bounds[stop]))
-    members = slice(int(planned.pack_bounds[packs.start]), int(planned.pack_bounds[packs.stop]))
-    ends = planned.step_ends
-    return Planned(
-        segment_ids=planned.segment_ids[members],
-        pack_bounds=planned.pack_bounds[packs.start : packs.stop + 1] - members.start,
-        batch_bounds=planned.batch_bounds[first : stop + 1] - packs.start,
-        step_ends=ends[(ends > first) & (ends <= stop)] - first,
-        starts=None if planned.starts is None else planned.starts[members],
-        stops=None if planned.stops is None else planned.stops[members],
-        held=None if planned.held is None else planned.held[members],
+        step_ends=np.concatenate([part.step_ends + first for part, first in zip(parts, before, strict=True)]),
     )
 
 
@@ -149,8 +141,3 @@ def sums(values: Ints, bounds: Ints) -> Ints:
 
 def _joined_bounds(bounds: Sequence[Ints]) -> Ints:
     return bounds_of(np.concatenate([np.diff(each) for each in bounds]))
-
-
-def _joined_ends(parts: Sequence[Planned]) -> Ints:
-    before = bounds_of(np.array([len(part) for part in parts], dtype=np.int64))[:-1]
-    return np.concatenate([part.step_ends + first for part, first in zip(parts, before, strict=True)])

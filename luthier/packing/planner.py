@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -106,16 +106,8 @@ def spread(first: Ints, counts: NDArray[np.integer]) -> tuple[Ints, Ints]:
 
 def lines_of(table: SegmentTable, segments: Ints) -> SegmentTable:
     """Some lines of a table."""
-    return replace(
-        table,
-        lengths=table.lengths[segments],
-        num_targets=table.num_targets[segments],
-        row_ids=table.row_ids[segments],
-        source_ids=table.source_ids[segments],
-        extra_costs=None if table.extra_costs is None else table.extra_costs[segments],
-        prompt_lengths=None if table.prompt_lengths is None else table.prompt_lengths[segments],
-        held=None if table.held is None else table.held[segments],
-    )
+    columns = {field.name: getattr(table, field.name) for field in fields(table) if field.name != "source_weights"}
+    return replace(table, **{name: column[segments] for name, column in columns.items() if column is not None})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -30,7 +30,7 @@ class UnitKind(StrEnum):
     none         nothing: each segment goes its own way
     pairs        its two segments, the chosen continuation and the rejected one
     feedback     its only segment, with a verdict
-    feedback_kl  that one and its prompt with another row's completion, drawn anew in each epoch (`packing.units`)
+    feedback_kl  that one and its prompt with another row's completion, drawn anew in each epoch (`draw_partners`)
     """
 
     NONE = "none"

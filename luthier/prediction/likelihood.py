@@ -18,7 +18,7 @@ from luthier.loader.settings import eval_settings
 from luthier.metrics.table import RowLoss
 from luthier.models.model import run_device, run_precision
 from luthier.models.sharding import place
-from luthier.packing import SegmentTable
+from luthier.packing.settings import SegmentTable
 from luthier.records import Segment
 from luthier.training.assemble import RunModel, collating
 from luthier.training.fit import as_packed

@@ -108,8 +108,8 @@ class Prepared:
 def hold_out(whole: PreparedSet, size: float | int, *, seed: int) -> tuple[PreparedSet, PreparedSet]:
     """``(train, eval)``: a seeded choice of rows, a share of all that were read below 1, else a number.
 
-    The choice depends on the number of rows and the seed alone: the first so many of `packing.hold_out_order` that are
-    not lost. Rows with the same content as one of them are left out of training, so nothing that is evaluated was
+    The choice depends on the number of rows and the seed alone: the first so many of `hold_out_part` that are not
+    lost. Rows with the same content as one of them are left out of training, so nothing that is evaluated was
     trained on; the ledger notes them as ``same_as_held_out``.
 
     Raises `UserError` if a side would be empty.

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from luthier.config.schema import Overflow
 from luthier.errors import RowDropped, UserError
-from luthier.layout import SegmentCut, cut_prompt, leaf_segment, plan_windows, span_of, splice, take_window
+from luthier.layout.cutting import SegmentCut, plan_windows, take_window
+from luthier.layout.trees import cut_prompt, leaf_segment, span_of, splice
 from luthier.ledger import Ledger
-from luthier.packing import PATCH_COST, SegmentTable, UnitKind, completion_room
+from luthier.packing.settings import PATCH_COST, SegmentTable, UnitKind, completion_room
 from luthier.preparation.prepared import PreparedSet
 from luthier.records import Segment
 from luthier.store.shard import QUESTION, joined

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from luthier import __version__
 from luthier.errors import StoreError
-from luthier.layout import held_of_leaves
+from luthier.layout.trees import held_of_leaves
 from luthier.locks import SharedLock
 from luthier.packing.planned import take_groups
 from luthier.records import NOWHERE, Address, Sample

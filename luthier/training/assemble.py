@@ -27,7 +27,7 @@ from luthier.models.sharding import give_up_gathered, is_sharded, place, unshard
 from luthier.models.submodules import text_attention, undrawn
 from luthier.models.vocabulary import Vocabulary
 from luthier.objectives.policy_losses import Advantage
-from luthier.packing import Segments
+from luthier.packing.settings import Segments
 from luthier.rewards.function_process import EnvironmentProcess, ToolBox
 from luthier.rewards.judging import RewardJudge
 from luthier.sources import open_sources, resolve_sources

@@ -12,14 +12,15 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier import packing
 from luthier.config.schema import RunConfig
 from luthier.errors import UserError
 from luthier.ledger import Ledger
 from luthier.loader.feed import FeedReader
 from luthier.loader.numbered_rows import ArrivalSettings, ArrivingRows, RowTable
 from luthier.loader.settings import mixture_of, units_of
+from luthier.packing.epoch import EpochPlan, describe, plan_epoch
 from luthier.packing.order import hold_out_part
+from luthier.packing.settings import PlanSettings, Segments, SegmentTable, UnitKind
 from luthier.preparation.prepared import Prepared, PreparedSet, SourceInfo
 from luthier.preparation.resolver import ResolvedPortion
 from luthier.preparation.segments import SegmentIndex
@@ -37,9 +38,9 @@ class RunData:
     names, eval_names  what the sources are called; not needed where segments are from memory
     """
 
-    train: packing.Segments
+    train: Segments
     rows: RowTable
-    eval: packing.Segments | None
+    eval: Segments | None
     eval_rows: RowTable | None
     fingerprint: str
     names: tuple[str, ...] = ()
@@ -49,9 +50,9 @@ class RunData:
     def of_segments(
         cls,
         train: Sequence[Any],
-        table: packing.SegmentTable,
+        table: SegmentTable,
         held_out: Sequence[Any] = (),
-        eval_table: packing.SegmentTable | None = None,
+        eval_table: SegmentTable | None = None,
         *,
         fingerprint: str,
     ) -> Self:
@@ -83,7 +84,7 @@ class RunData:
         """Where the row of a training segment was read."""
         return self.rows.address(segment)
 
-    def rows_of(self, segments: packing.Segments) -> RowTable:
+    def rows_of(self, segments: Segments) -> RowTable:
         """The rows of one of the sides."""
         rows = self.rows if segments is self.train else self.eval_rows
         assert rows is not None, "there are no held-out rows"
@@ -151,21 +152,21 @@ def open_live_data(config: RunConfig, reader: FeedReader) -> RunData:
 def check_some_left(side: str, index: SegmentIndex, config: RunConfig) -> None:
     """Raise `UserError` where cutting to ``data.max_length`` has left nothing."""
     if len(index) == 0:
-        policy = "split" if index.units is packing.UnitKind.NONE else "truncate, which shortens prompts"
+        policy = "split" if index.units is UnitKind.NONE else "truncate, which shortens prompts"
         raise UserError(
             f"no {side} row is left at data.max_length={config.data.max_length}",
             hint=f"raise data.max_length, or set data.overflow: {policy}",
         )
 
 
-def summarise(rows: RowTable, settings: packing.PlanSettings) -> DataSummary:
+def summarise(rows: RowTable, settings: PlanSettings) -> DataSummary:
     """The sizes of the first epoch of rows that are all here."""
-    return summary_of(packing.plan_epoch(rows, settings, epoch=0), rows)
+    return summary_of(plan_epoch(rows, settings, epoch=0), rows)
 
 
-def summary_of(plan: packing.EpochPlan, rows: RowTable) -> DataSummary:
+def summary_of(plan: EpochPlan, rows: RowTable) -> DataSummary:
     """The sizes of an epoch."""
-    found = packing.describe(plan, rows.whole())
+    found = describe(plan, rows.whole())
     return DataSummary(
         segments=found.segments,
         tokens=found.tokens,
@@ -175,7 +176,7 @@ def summary_of(plan: packing.EpochPlan, rows: RowTable) -> DataSummary:
     )
 
 
-def _fingerprint(prepared: PreparedSet, table: packing.SegmentTable, rows: RowTable, encoder_fingerprint: str) -> str:
+def _fingerprint(prepared: PreparedSet, table: SegmentTable, rows: RowTable, encoder_fingerprint: str) -> str:
     digest = hashlib.sha256(encoder_fingerprint.encode())
     digest.update(prepared.store.keys[prepared.sample_ids].tobytes())
     for array in (table.lengths, table.num_targets, table.row_ids, table.source_ids, rows.held_out):

@@ -31,7 +31,7 @@ from luthier.models import adapter_files
 from luthier.models.model import run_device
 from luthier.models.sharding import give_up_gathered, is_sharded, refuse_other_ways, whole_weights
 from luthier.models.submodules import decoder_family
-from luthier.packing import Segments
+from luthier.packing.settings import Segments
 from luthier.preparation.prepared import Prepared
 from luthier.sources import open_sources, resolve_sources
 from luthier.sources.source import RowsByAddress

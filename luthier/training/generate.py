@@ -22,7 +22,7 @@ from luthier.engines.judge import AnswerScorer, JudgedAnswer, Judgement, as_read
 from luthier.engines.local import LocalEngine, base_of
 from luthier.errors import TemplateError, UserError
 from luthier.metrics.table import Answered, Metric, measured
-from luthier.packing import Segments, UnitKind
+from luthier.packing.settings import Segments, UnitKind
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, AudioHeader, ImageHeader, MediaHeader, MediaItem, Segment, VideoHeader
 from luthier.sources.formats.turns import message_row

@@ -23,7 +23,7 @@ from luthier.models.passes import ModelPass, casting
 from luthier.models.quantized import whole_weight
 from luthier.models.routers import times_shown
 from luthier.models.vocabulary import Vocabulary
-from luthier.packing import Segments
+from luthier.packing.settings import Segments
 from luthier.records import Batch, Pack
 from luthier.writing import counted
 

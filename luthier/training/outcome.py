@@ -18,7 +18,7 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.plan import StreamPlan
 from luthier.loader.settings import eval_settings
-from luthier.packing import shares_of
+from luthier.packing.epoch import shares_of
 from luthier.training.assemble import RunModel
 from luthier.training.callbacks import EarlyStopping, Hooks
 from luthier.training.data import RunData, summarise, summary_of

@@ -27,7 +27,8 @@ from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader
 from luthier.loader.settings import plan_of_run, train_settings
 from luthier.loader.stream_state import LoaderState, StateScalar
-from luthier.packing import EpochPlan, PlanSettings, Segments, plan_epoch
+from luthier.packing.epoch import EpochPlan, plan_epoch
+from luthier.packing.settings import PlanSettings, Segments
 from luthier.records import Batch, Pack
 from luthier.training.data import RunData
 

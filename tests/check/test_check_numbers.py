@@ -18,7 +18,8 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.settings import plan_of_run, train_settings
-from luthier.packing import UnitKind, plan_epoch, realised_mixture, straggler_factor
+from luthier.packing.epoch import plan_epoch, realised_mixture, straggler_factor
+from luthier.packing.settings import UnitKind
 from luthier.preparation.prepare import prepare
 from luthier.preparation.prepared import Prepared
 from luthier.preparation.segments import SegmentIndex

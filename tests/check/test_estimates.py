@@ -46,7 +46,8 @@ from luthier.config.schema import Packing, RunConfig, TrainConfig
 from luthier.errors import ModelError, UserError
 from luthier.models.adapters import apply_adapter, count_parameters
 from luthier.models.quantized import bytes_when_quantized, held_tensors, kept_modules, loading_config, num_bytes
-from luthier.packing import PlanSettings, SegmentTable, plan_epoch
+from luthier.packing.epoch import plan_epoch
+from luthier.packing.settings import PlanSettings, SegmentTable
 from luthier.training.optimizer import make_optimizer
 
 VOCABULARY = 1500

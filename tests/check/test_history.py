@@ -19,7 +19,7 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.reader import BatchReader
 from luthier.loader.settings import train_settings
-from luthier.packing import describe, plan_epoch
+from luthier.packing.epoch import describe, plan_epoch
 from luthier.preparation.segments import SegmentIndex
 from luthier.presets import tokenizer_folder
 from luthier.records import NOWHERE

@@ -16,7 +16,7 @@ from transformers import (
 
 from luthier.collation import collate_packs
 from luthier.objectives import token_loss_sum
-from luthier.packing import plan_packs
+from luthier.packing.packer import plan_packs
 from luthier.records import Pack, Segment
 
 VOCABULARY = 128

@@ -15,7 +15,7 @@ from PIL import Image
 import luthier
 from luthier.collation import MediaInputs
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.layout import without_targets
+from luthier.layout.cutting import without_targets
 from luthier.models.batch_invariance import see_own_pictures
 from luthier.records import Sample
 from tests.media.media_files import image_file, picture

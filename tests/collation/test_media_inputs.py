@@ -13,7 +13,7 @@ import transformers as hf
 import luthier
 from luthier.collation import CollateSettings, MediaInputs, collate_trees, lay_out, paths_of_row
 from luthier.collation.interface import media_inputs
-from luthier.layout import held_of_leaves, tree_of_runs
+from luthier.layout.trees import held_of_leaves, tree_of_runs
 from luthier.media.files import decoding
 from luthier.models.isolation import choose_isolation
 from luthier.models.submodules import model_needs, set_text_attention

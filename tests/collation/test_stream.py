@@ -8,9 +8,10 @@ import torch
 
 from luthier.collation import collate_packs
 from luthier.config.schema import Overflow, Packing
-from luthier.layout import without_targets
+from luthier.layout.cutting import without_targets
 from luthier.ledger import Ledger
-from luthier.packing import PlanSettings, describe, plan_epoch
+from luthier.packing.epoch import describe, plan_epoch
+from luthier.packing.settings import PlanSettings
 from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Branch, Pack, Sample

@@ -21,7 +21,7 @@ from luthier.config.schema import Overflow, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.shortening import ANSWERS_LEFT_OUT, SHORTENED, TOKENS_LEFT_OUT, longest_learned, turn_starts
 from luthier.errors import ConfigError, RowDropped
-from luthier.packing import UnitKind
+from luthier.packing.settings import UnitKind
 from luthier.preparation.prepare import prepare
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Conversation, Document, Message, Row, Sample, Text

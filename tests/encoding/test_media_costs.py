@@ -12,7 +12,8 @@ from luthier.ledger import Ledger
 from luthier.loader.numbered_rows import places_of
 from luthier.media import MediaKind
 from luthier.media.families.table import FAMILIES
-from luthier.packing import PATCH_COST, PlanSettings, SegmentTable, UnitKind, plan_epoch, straggler_factor
+from luthier.packing.epoch import plan_epoch, straggler_factor
+from luthier.packing.settings import PATCH_COST, PlanSettings, SegmentTable, UnitKind
 from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Branch, Image, ImageHeader, MediaItem, Sample

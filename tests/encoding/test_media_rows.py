@@ -18,7 +18,7 @@ import luthier
 from luthier.config.schema import Overflow
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ModelError, RowError, TemplateError, UserError
-from luthier.layout import plan_windows
+from luthier.layout.cutting import plan_windows
 from luthier.records import Image, ImageHeader, MediaItem
 from luthier.store.shard import build_shard, freeze_sample
 from luthier.store.store import SampleStore, StoreWriter
@@ -220,7 +220,7 @@ def test_no_cut_goes_through_an_item(tokenizer: Any, processor: Any, pictures: P
 
 
 def test_a_cut_keeps_items_where_their_slots_are(tokenizer: Any, processor: Any, pictures: Path) -> None:
-    from luthier.layout import take_window
+    from luthier.layout.cutting import take_window
 
     (segment,) = encoded(row_of("two turns", pictures), tokenizer, processor, pictures).segments()
     windows = plan_windows(segment, max_length=len(segment) - 1, overflow=Overflow.SPLIT)

@@ -8,7 +8,7 @@ import pytest
 
 from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig, RuntimeConfig
 from luthier.errors import BudgetError, RowError, SourceError, StoreError, UserError
-from luthier.packing.order import hold_out_order
+from luthier.packing.order import hold_out_part
 from luthier.preparation import resolver, workers
 from luthier.preparation.prepare import prepare
 from luthier.preparation.prepared import num_held_out
@@ -243,9 +243,9 @@ def test_which_rows_are_held_out_is_known_before_any_is_read(tmp_path, make_conf
     lines = ["{" if n % 5 == 2 else line(f"row {n} ") for n in range(40)]
     rows = write(tmp_path / "rows.jsonl", lines)
     prepared = prepare(make_config(rows, eval_split=0.25, seed=3), LetterEncoder())
-    sound = [row for row in hold_out_order(40, seed=3).tolist() if row % 5 != 2]
+    sound = [row for row in hold_out_part(40, 0, 40, seed=3).tolist() if row % 5 != 2]
     assert prepared.eval.row_numbers.tolist() == sorted(row + 1 for row in sound[: num_held_out(0.25, 40)])
-    tried = hold_out_order(40, seed=3).tolist()
+    tried = hold_out_part(40, 0, 40, seed=3).tolist()
     last = max(tried.index(row) for row in sound[: num_held_out(0.25, 40)])
     assert prepared.train.numbering.held_out.tolist() == sorted(tried[: last + 1]), "in no epoch, lost ones neither"
     assert prepared.train.numbering.counts == (40,)

@@ -5,9 +5,10 @@ from hypothesis import strategies as st
 
 from luthier.config.schema import Overflow, Packing
 from luthier.errors import RowDropped, UserError
-from luthier.layout import cut_segment
+from luthier.layout.cutting import cut_segment
 from luthier.ledger import Ledger
-from luthier.packing import PlanSettings, plan_epoch
+from luthier.packing.epoch import plan_epoch
+from luthier.packing.settings import PlanSettings
 from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Branch, Sample
@@ -115,7 +116,7 @@ def test_the_table_carries_rows_sources_and_weights_into_the_plan(tmp_path):
     prepared = prepared_of(tmp_path, [sample(".A"), sample("..A")], source_ids=[0, 1], sources=sources)
     index = SegmentIndex(prepared, max_length=8, overflow=Overflow.DROP)
     plan = plan_epoch(index.table(), PlanSettings(packing=Packing.BEST_FIT, capacity=8), epoch=0)
-    assert sorted(plan.segment_ids.tolist()) == [0, 1, 1]
+    assert sorted(plan.planned.segment_ids.tolist()) == [0, 1, 1]
 
 
 def test_numbers_outside_the_index_are_refused(tmp_path):

@@ -28,8 +28,9 @@ from luthier.loader.prefetch import iterate as read_ahead
 from luthier.loader.reader import BatchReader
 from luthier.loader.settings import order_of_run, train_settings
 from luthier.loader.stream_state import LoaderState
-from luthier.packing import EpochOrder, MixtureSettings, PlanSettings, RowOrder, planner
-from luthier.packing.order import ListedOrder
+from luthier.packing import planner
+from luthier.packing.order import EpochOrder, ListedOrder, MixtureSettings, RowOrder
+from luthier.packing.settings import PlanSettings
 from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.preparation.resolver import ResolvedPortion
 from luthier.records import Branch, Sample

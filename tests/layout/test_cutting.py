@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from luthier.config.schema import Overflow
 from luthier.errors import RowDropped, RowError, UserError
-from luthier.layout import cut_segment, plan_windows, without_targets
+from luthier.layout.cutting import cut_segment, plan_windows, without_targets
 from luthier.records import Address, Segment
 
 ROW = Address(file="rows.jsonl", row=812)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from luthier.layout import prompt_tree
+from luthier.layout.trees import prompt_tree
 from luthier.ledger import Ledger
 from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.records import Sample, Segment

@@ -19,7 +19,9 @@ from luthier.loader.numbered_rows import ArrivalSettings, ArrivingRows
 from luthier.loader.plan import StreamPlan
 from luthier.loader.reader import BatchReader
 from luthier.loader.stream_state import LoaderState, RowTrail
-from luthier.packing import MixtureSettings, PlanSettings, RowOrder, WindowPacker
+from luthier.packing.order import MixtureSettings, RowOrder
+from luthier.packing.packer import WindowPacker
+from luthier.packing.settings import PlanSettings
 from luthier.preparation.prepared import SourceInfo
 from luthier.preparation.resolver import LostRow, ResolvedPortion
 from luthier.records import Address, Branch, Sample

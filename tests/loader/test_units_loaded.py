@@ -15,7 +15,7 @@ from compared_rows import compared_sample, random_rows, stored
 import luthier
 from luthier.config.schema import Overflow
 from luthier.errors import CheckpointError, UserError
-from luthier.packing import UnitKind, draw_partners
+from luthier.packing.settings import UnitKind, draw_partners
 from luthier.preparation.prepared import PreparedSet
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch

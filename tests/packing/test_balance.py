@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from luthier.config.schema import Packing
-from luthier.packing import PlanSettings, SegmentTable, plan_epoch, straggler_factor
 from luthier.packing.balance import Balancer, mean_straggler
-from luthier.packing.settings import segment_costs
+from luthier.packing.epoch import plan_epoch, straggler_factor
+from luthier.packing.settings import PlanSettings, SegmentTable, segment_costs
 
 CAPACITY = 32_768
 
@@ -48,7 +48,7 @@ def test_without_balance_the_slowest_has_a_quarter_more_to_do():
     settings = PlanSettings(packing=Packing.BEST_FIT, capacity=CAPACITY)  # groups of one are shuffled freely
     plan = plan_epoch(table, settings, epoch=0)
     assert straggler_factor(plan, table, settings, 1) == 1
-    costs = np.add.reduceat(segment_costs(lengths[plan.segment_ids], settings), plan.pack_bounds[:-1])
+    costs = np.add.reduceat(segment_costs(lengths[plan.planned.segment_ids], settings), plan.planned.pack_bounds[:-1])
     assert mean_straggler(costs, np.array([0, len(costs)]), 8) > 1.25
 
 

@@ -4,8 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from luthier.errors import UserError
-from luthier.packing import best_fit, plan_packs
+from luthier.packing import best_fit
 from luthier.packing.best_fit_kernel import fill_packs
+from luthier.packing.packer import plan_packs
 
 
 def naive_best_fit(lengths, capacity):

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from luthier.config.schema import Packing
 from luthier.errors import UserError
-from luthier.packing import PlanSettings, SegmentTable, TableRows, describe, plan_epoch
+from luthier.packing.epoch import describe, plan_epoch
+from luthier.packing.planner import TableRows
+from luthier.packing.settings import PlanSettings, SegmentTable
 
 WHOLE = [packing for packing in Packing if packing is not Packing.SPLIT]  # those that never cut a segment
 
@@ -106,7 +108,7 @@ def test_padded_rows_are_grouped_by_similar_length_and_come_in_random_order():
     assert describe(plan, table).padding < 0.1
     means = [np.mean([table.lengths[pack[0]] for pack in batch.packs]) for batch in plan]
     assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.3  # not sorted: neighbours are unrelated
-    random_order = plan.segment_ids[np.random.default_rng(0).permutation(2000)].reshape(-1, 8)
+    random_order = plan.planned.segment_ids[np.random.default_rng(0).permutation(2000)].reshape(-1, 8)
     sizes = table.lengths[random_order]
     assert 1 - sizes.sum() / (sizes.max(1) * 8).sum() > 0.3  # control: without grouping much is padding
 
@@ -186,7 +188,7 @@ def test_steps_reach_their_tokens_and_are_no_longer_than_needed(packing):
     table = table_of(n=3000)
     plan = plan_epoch(table, budget_settings(packing), epoch=0)
     lengths = plan.planned.lengths(table.lengths)
-    of_batch = np.add.reduceat(lengths, plan.pack_bounds[plan.batch_bounds[:-1]])
+    of_batch = np.add.reduceat(lengths, plan.planned.pack_bounds[plan.planned.batch_bounds[:-1]])
     assert plan.num_steps > 10
     assert [m for s in range(plan.num_steps) for m in plan.of_step(s)] == list(range(len(plan)))
     for step in range(plan.num_steps):

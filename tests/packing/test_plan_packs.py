@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luthier.packing import plan_packs
-from luthier.packing.packer import MAX_CARRIED, pack_window, window_size, without_worst
+from luthier.packing.packer import MAX_CARRIED, pack_window, plan_packs, window_size, without_worst
 
 
 def chat(n, *, longest=4096, seed=0):

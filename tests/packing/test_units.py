@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from luthier.config.schema import Packing
 from luthier.errors import UserError
-from luthier.packing import PlanSettings, SegmentTable, UnitKind, describe, draw_partners, plan_epoch
 from luthier.packing.balance import micro_batch_costs
+from luthier.packing.epoch import describe, plan_epoch
+from luthier.packing.settings import PlanSettings, SegmentTable, UnitKind, draw_partners
 from tests.conftest import examples
 
 MAX_LENGTH = 60
@@ -102,14 +103,14 @@ def test_sources_come_as_often_as_they_weigh_a_row_at_a_time() -> None:
 def test_an_order_of_rows_is_kept_to() -> None:
     table = random_table(20)
     plan = plan_epoch(table, plan_settings(), epoch=0, order=np.array([3, 3, 7, 1]))
-    assert sorted(plan.segment_ids.tolist()) == sorted([6, 7, 6, 7, 14, 15, 2, 3])
+    assert sorted(plan.planned.segment_ids.tolist()) == sorted([6, 7, 6, 7, 14, 15, 2, 3])
 
 
 def test_costs_are_those_of_the_segments_not_of_a_long_one() -> None:
     table = table_of([(40, 40), (60, 4), (30, 30), (50, 14)])
     settings_ = plan_settings(linear_cost=0, micro_batches_per_step=4)
     plan = plan_epoch(table, settings_, epoch=0)
-    costs = micro_batch_costs(plan.planned, table.lengths[plan.segment_ids], settings_)
+    costs = micro_batch_costs(plan.planned, table.lengths[plan.planned.segment_ids], settings_)
     by_hand = [sum(int(table.lengths[i]) ** 2 for pack in micro_batch.packs for i in pack) for micro_batch in plan]
     assert costs.tolist() == by_hand and by_hand == sorted(by_hand), "they ascend within the step"
 
@@ -152,7 +153,9 @@ def test_drawn_segments_are_as_long_as_the_prompt_and_the_partners_completion(pa
     for epoch in (0, 1):
         plan = plan_epoch(table, plan_settings(packing, UnitKind.FEEDBACK_KL), epoch=epoch)
         partners = draw_partners(30, seed=0, epoch=epoch)
-        lengths = dict(zip(plan.segment_ids.tolist(), plan.planned.lengths(table.lengths).tolist(), strict=True))
+        lengths = dict(
+            zip(plan.planned.segment_ids.tolist(), plan.planned.lengths(table.lengths).tolist(), strict=True)
+        )
         for row in range(30):
             other = partners[row]
             completion = min(own[other] - prompts[other], MAX_LENGTH - prompts[row])

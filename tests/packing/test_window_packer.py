@@ -11,22 +11,12 @@ from hypothesis import strategies as st
 
 from luthier.config.schema import Packing
 from luthier.errors import CheckpointError, UserError
-from luthier.packing import (
-    EpochPlan,
-    EpochPlanner,
-    MixtureSettings,
-    PlannerPlace,
-    PlanSettings,
-    RowOrder,
-    SegmentTable,
-    TableRows,
-    WindowPacker,
-    describe,
-    plan_epoch,
-)
-from luthier.packing.order import ListedOrder
-from luthier.packing.packer import MAX_CARRIED
+from luthier.packing.epoch import EpochPlan, describe, plan_epoch
+from luthier.packing.order import ListedOrder, MixtureSettings, RowOrder
+from luthier.packing.packer import MAX_CARRIED, WindowPacker
 from luthier.packing.planned import join
+from luthier.packing.planner import EpochPlanner, PlannerPlace, TableRows
+from luthier.packing.settings import PlanSettings, SegmentTable
 from tests.conftest import examples
 
 NOTHING = (np.zeros(0, np.int64), SegmentTable.of_lengths([]))
@@ -127,7 +117,9 @@ def test_the_first_micro_batches_come_after_few_segments():
 def test_micro_batches_of_a_window_are_in_random_order_but_for_the_balance():
     lengths = drawn(20_000, longest=60)
     plan = plan_epoch(SegmentTable.of_lengths(lengths), settings_of(window=4096, micro_batches_per_step=8), epoch=0)
-    costs = np.add.reduceat(lengths[plan.segment_ids] ** 2, plan.pack_bounds[:-1])[: 8 * (len(plan) // 8)]
+    costs = np.add.reduceat(lengths[plan.planned.segment_ids] ** 2, plan.planned.pack_bounds[:-1])[
+        : 8 * (len(plan) // 8)
+    ]
     of_step = costs.reshape(-1, 8).mean(axis=1)
     assert abs(np.corrcoef(of_step[:-1], of_step[1:])[0, 1]) < 0.15
     ranks = np.argsort(np.argsort(of_step)) / len(of_step)

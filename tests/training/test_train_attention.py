@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 from luthier.collation import collate_packs, collate_trees
 from luthier.errors import ModelError
-from luthier.layout import tree_mask
+from luthier.layout.trees import tree_mask
 from luthier.models.attention import (
     PLAN,
     SEGMENTS,

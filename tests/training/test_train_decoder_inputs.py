@@ -19,7 +19,7 @@ from luthier.cli.main import run
 from luthier.config.schema import ModelPart, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ModelError, RowError, UserError
-from luthier.layout import leaves
+from luthier.layout.trees import leaves
 from luthier.media import MediaProcessor
 from luthier.models.model import reward_class
 from luthier.models.submodules import find_parts

@@ -13,7 +13,8 @@ from tiny_vlms import IMAGE, SOUND, VIDEO, VLMS, Seen, seen, tiny_vlm, with_medi
 from torch import nn
 
 from luthier.collation import CollateSettings, collate_trees
-from luthier.layout import token_types, tree_of_runs
+from luthier.layout.position_schemes import token_types
+from luthier.layout.trees import tree_of_runs
 from luthier.models.head_tap import find_head, score_targets
 from luthier.models.isolation import choose_isolation
 from luthier.objectives import token_scores

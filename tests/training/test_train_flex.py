@@ -17,7 +17,7 @@ from transformers.integrations import flex_attention as wrapped
 
 from luthier.collation import CollateSettings, collate_packs, collate_trees
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.layout import tree_mask
+from luthier.layout.trees import tree_mask
 from luthier.models import model as loading
 from luthier.models.attention_inputs import Isolation, attention_inputs, layer_windows
 from luthier.models.isolation import choose_isolation

@@ -17,7 +17,9 @@ from luthier.loader.places import PlannedMicroBatch
 from luthier.loader.plan import StreamPlan
 from luthier.loader.settings import plan_of_run, train_settings, warmup_steps
 from luthier.loader.stream_state import LoaderState
-from luthier.packing import EpochPlanner, PlanSettings, SegmentTable, plan_epoch, source_counts
+from luthier.packing.epoch import plan_epoch, source_counts
+from luthier.packing.planner import EpochPlanner
+from luthier.packing.settings import PlanSettings, SegmentTable
 from luthier.training.callbacks import Flow
 from luthier.training.schedule import FEW_STEPS, length_notes, ways_to_more_steps
 

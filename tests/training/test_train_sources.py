@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from luthier.collation import CollateSettings
 from luthier.config.schema import Packing
 from luthier.objectives import Measure, token_loss_sum
-from luthier.packing import PlanSettings
+from luthier.packing.settings import PlanSettings
 from luthier.records import Batch, Segment
 from luthier.training.data import distinct_names
 from luthier.training.losses import tokens

@@ -14,7 +14,7 @@ from tiny_vlms import VLMS, Seen, alone_inputs, packed_batch, padded_inputs, see
 
 from luthier.collation import CollateSettings
 from luthier.errors import ModelError
-from luthier.layout import seen_blocks, tree_mask
+from luthier.layout.trees import seen_blocks, tree_mask
 from luthier.models import mixers
 from luthier.models.attention import SEGMENTS, AttentionPlan, BlockReach, plan_attention
 from luthier.models.attention_inputs import Isolation, tree_mask_mod

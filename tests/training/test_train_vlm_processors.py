@@ -16,7 +16,7 @@ from tiny_vlms import BOTH, SEE, TEXT, WINDOW
 
 import luthier
 from luthier.collation import CollateSettings, MediaInputs
-from luthier.layout import token_types
+from luthier.layout.position_schemes import token_types
 from luthier.models.isolation import choose_isolation
 from luthier.models.submodules import model_needs, text_attention
 from luthier.records import Sample

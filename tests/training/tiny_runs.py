@@ -11,7 +11,8 @@ import numpy as np
 from luthier.config.schema import RunConfig
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.plan import StreamPlan
-from luthier.packing import MixtureSettings, PlanSettings, RowOrder, SegmentTable
+from luthier.packing.order import MixtureSettings, RowOrder
+from luthier.packing.settings import PlanSettings, SegmentTable
 from luthier.records import Address, Segment
 from luthier.training.data import RunData
 

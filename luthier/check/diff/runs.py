@@ -20,7 +20,7 @@ from luthier.config.schema import DataConfig, Overflow, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowDropped, RowError
-from luthier.layout import cut_segment
+from luthier.layout.cutting import cut_segment
 from luthier.records import Address, Row, Sample, Segment
 from luthier.sources import RowBytes, Source
 from luthier.sources.rows import decode_row

@@ -25,17 +25,16 @@ from luthier.loader.settings import (
 from luthier.media import MediaKind
 from luthier.media.families.family import PackingSupport
 from luthier.media.families.table import FAMILIES
-from luthier.packing import (
+from luthier.packing.epoch import (
     EpochPlan,
-    PlanSettings,
     PlanSummary,
     SourceShare,
-    UnitKind,
     describe,
     plan_epoch,
     realised_mixture,
     straggler_factor,
 )
+from luthier.packing.settings import PlanSettings, UnitKind
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Sample
 from luthier.rendering.messages import kind_of_media

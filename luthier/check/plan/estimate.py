@@ -25,7 +25,8 @@ from luthier.config.objective import OBJECTIVES
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import AdapterType, Packing, Precision, RunConfig, TrainConfig
 from luthier.errors import ModelError, UserError
-from luthier.packing import EpochPlan, SegmentTable
+from luthier.packing.epoch import EpochPlan
+from luthier.packing.settings import SegmentTable
 
 if TYPE_CHECKING:
     import torch
@@ -65,12 +66,12 @@ class EpochWork:
         """The work of an epoch's plan, which has at least one micro-batch."""
         planned = plan.planned
         lengths = planned.lengths(table.lengths)
-        of_rows = np.add.reduceat(lengths, plan.pack_bounds[:-1])
-        widest = np.maximum.reduceat(of_rows, plan.batch_bounds[:-1])
-        num_rows = np.diff(plan.batch_bounds)
+        of_rows = np.add.reduceat(lengths, planned.pack_bounds[:-1])
+        widest = np.maximum.reduceat(of_rows, planned.batch_bounds[:-1])
+        num_rows = np.diff(planned.batch_bounds)
         # a piece of plain text learns all but its first token
-        targets = table.num_targets[planned.segment_ids] if plan.starts is None else np.maximum(lengths - 1, 0)
-        of_batches = np.add.reduceat(targets, plan.pack_bounds[plan.batch_bounds[:-1]])
+        targets = table.num_targets[planned.segment_ids] if planned.starts is None else np.maximum(lengths - 1, 0)
+        of_batches = np.add.reduceat(targets, planned.pack_bounds[planned.batch_bounds[:-1]])
         is_padded = plan.settings.packing is Packing.NONE
         return cls(
             tokens=int((widest * num_rows).sum()),

@@ -14,7 +14,7 @@ from rich.text import Text
 from luthier.check.plan.costs import DataPlan, DrawingPlan, LongRow, MediaCount, RunPlan
 from luthier.check.plan.estimate import GIB, Device, Estimate, Memory
 from luthier.check.plan.stats import Distribution, SourceStats, Stats
-from luthier.packing import UnitKind
+from luthier.packing.settings import UnitKind
 from luthier.rendering.messages import PLURAL
 from luthier.writing import counted
 

@@ -14,7 +14,7 @@ from luthier import records
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.owners import AGAIN, leaf_owners, sample_difference, token_owners
 from luthier.errors import RowError, SourceError, StoreError
-from luthier.packing import UnitKind
+from luthier.packing.settings import UnitKind
 from luthier.preparation.prepared import PreparedSet
 from luthier.preparation.segments import SegmentIndex
 from luthier.sources import RowBytes, Source

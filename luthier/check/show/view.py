@@ -14,7 +14,7 @@ import numpy as np
 from luthier.check.show.token_origins import SegmentOrigin, TokenOrigin
 from luthier.check.show.token_text import TokenDecoder, numbers_along, placed_media, token_texts
 from luthier.collation import paths_of_row
-from luthier.layout import leaves
+from luthier.layout.trees import leaves
 from luthier.records import IGNORE_INDEX, Batch, MediaItem, Pack, Sample, Segment
 from luthier.writing import counted
 

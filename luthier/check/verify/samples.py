@@ -9,10 +9,11 @@ from typing import Protocol
 
 from luthier.config.schema import Overflow, RunConfig
 from luthier.errors import BudgetError, RowDropped, RowError, UserError
-from luthier.layout import cut_prompt, plan_windows
+from luthier.layout.cutting import plan_windows
+from luthier.layout.trees import cut_prompt
 from luthier.ledger import Ledger
 from luthier.loader.settings import units_of
-from luthier.packing import UnitKind
+from luthier.packing.settings import UnitKind
 from luthier.preparation.prepared import Prepared, PreparedSet
 from luthier.records import Address, Row, Sample
 from luthier.sources import RowBytes, Source, open_sources, resolve_sources

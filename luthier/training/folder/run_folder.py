@@ -17,7 +17,7 @@ from luthier.errors import CheckpointError, RowError
 from luthier.ledger import Ledger
 from luthier.loader.feed_files import FeedPlace
 from luthier.loader.stream_state import LoaderState
-from luthier.packing import PlannerPlace
+from luthier.packing.planner import PlannerPlace
 from luthier.records import Address, Batch
 from luthier.training.folder import checkpoint as checkpoints
 from luthier.training.folder.staging import FILES

@@ -18,7 +18,7 @@ from luthier.models.model import LoadedModel
 from luthier.models.submodules import decoder_family
 from luthier.models.vocabulary import Vocabulary
 from luthier.objectives import Measure, Measures, RunningMean, SequenceLoss, TokenScores, measure
-from luthier.packing import Segments
+from luthier.packing.settings import Segments
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch, Pack
 from luthier.training.losses.step_losses import MicroLoss, Reduce

@@ -27,7 +27,7 @@ from luthier.models.passes import ModelPass
 from luthier.models.sharding import give_up_gathered, is_sharded, undivided
 from luthier.objectives import ReferenceHidden, sequence_scores, tail_discount
 from luthier.objectives.head import AnyHead, Head
-from luthier.packing import plan_epoch
+from luthier.packing.epoch import plan_epoch
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch, Targets
 from luthier.store.disk import Disk

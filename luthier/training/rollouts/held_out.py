@@ -14,7 +14,7 @@ from luthier.config.rollout import RolloutConfig
 from luthier.config.schema import GenerateConfig
 from luthier.engines.engine import Completion, Finish
 from luthier.metrics.table import Answered, Metric, measured, told_of_values
-from luthier.packing import Segments
+from luthier.packing.settings import Segments
 from luthier.records import Address, Segment
 from luthier.rewards.judging import DrawnAnswer, RewardJudge
 from luthier.sources.source import RowsByAddress
