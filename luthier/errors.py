@@ -179,6 +179,11 @@ class RowError(LuthierError, ValueError):
         """The same error with the row's address."""
         return type(self)(self.reason, self.detail, address=address, field=self.field)
 
+    def inside(self, field: str) -> Self:
+        """The same error of what stands in a field of the row: ``content`` in ``messages[2]``."""
+        path = f"{field}.{self.field}" if self.field else field
+        return type(self)(self.reason, self.detail, address=self.address, field=path)
+
     def __str__(self) -> str:
         where = ":".join(str(part) for part in (self.address, self.field) if part is not None)
         return f"{where + ' ' if where else ''}{self.reason}{': ' + self.detail if self.detail else ''}"

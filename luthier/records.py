@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # these change and the number does not.
 SAMPLES_VERSION = 4
 
+Ints = NDArray[np.int64]
 BLANK_ANSWER = "blank answer, not learned"  # a note on conversations
 IGNORE_INDEX = -100  # the label that cross-entropy skips, PyTorch's default
 

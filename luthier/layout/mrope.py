@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from luthier.errors import RowError
 from luthier.layout.position_schemes import Advance, Arrangement, Canvas, MediaGrids, PositionScheme, TokenType
 from luthier.layout.trees import segment_ids, segment_starts, tree_positions, tree_reach
-from luthier.records import Branch
+from luthier.records import Branch, Ints
 from luthier.writing import counted
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -40,7 +40,6 @@ from luthier.writing import counted
 
 
 AnyInt = NDArray[np.integer]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -233,7 +232,7 @@ def _place_slices(positions_3T: Ints, slices: _Crops, columns_F: Ints, origin_F:
     positions_3T[1:, slices.start_C - 1] = corner_S2.T
 
 
-Positions = NDArray[np.int64] | NDArray[np.float32]
+Positions = Ints | NDArray[np.float32]
 
 
 def mrope_positions(
@@ -288,9 +287,7 @@ def packed_mrope(
     return np.concatenate([tree_positions(branches).astype(media_AT.dtype)[None], media_AT])
 
 
-def _compiled(
-    scheme: PositionScheme, types_T: AnyInt, grids: MediaGrids, branches: Sequence[Branch]
-) -> NDArray[np.int64] | None:
+def _compiled(scheme: PositionScheme, types_T: AnyInt, grids: MediaGrids, branches: Sequence[Branch]) -> Ints | None:
     """The same in one compiled pass; None where it does not apply, or something is wrong, which the other way tells."""
     if scheme.arrangement is not Arrangement.GRID or scheme.fractional or not scheme.text_row:
         return None
@@ -321,11 +318,11 @@ def _compiled(
 class _Placed:
     """The items of one kind and their tokens: ``at_M`` in the row, ``item_M`` of the N, ``inner_M`` within the item."""
 
-    first_N: NDArray[np.int64]
-    last_N: NDArray[np.int64]
-    at_M: NDArray[np.int64]
-    item_M: NDArray[np.int64]
-    inner_M: NDArray[np.int64]
+    first_N: Ints
+    last_N: Ints
+    at_M: Ints
+    item_M: Ints
+    inner_M: Ints
 
 
 def _grid_positions(
@@ -358,9 +355,7 @@ def _grid_positions(
     return tree_reach(advance_T, branches) + offsets_AT
 
 
-def _grids_of(
-    scheme: PositionScheme, kind: TokenType, grids: MediaGrids
-) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
+def _grids_of(scheme: PositionScheme, kind: TokenType, grids: MediaGrids) -> tuple[Ints, NDArray[np.float32] | None]:
     """Items of this kind as grids of tokens, and the seconds between their grids in time."""
     merge = scheme.spatial_merge
     if kind is TokenType.IMAGE:
@@ -383,7 +378,7 @@ def _seconds(scheme: PositionScheme, steps_M: AnyInt, seconds_M: NDArray[np.floa
     return found if scheme.fractional else np.trunc(found)
 
 
-def _woven(types_T: AnyInt, advance_T: Positions, offsets_AT: Positions) -> NDArray[np.int64]:
+def _woven(types_T: AnyInt, advance_T: Positions, offsets_AT: Positions) -> Ints:
     """int64[R, 2]: first and last token of each run in which a video's tokens and its sound's stand among each other.
 
     The sound's offsets are filled in.
@@ -400,7 +395,7 @@ def _woven(types_T: AnyInt, advance_T: Positions, offsets_AT: Positions) -> NDAr
     return np.stack([first_R[both], end_R[both] - 1], axis=1)
 
 
-def _place(is_kind_T: NDArray[np.bool_], sizes_N: NDArray[np.int64], kind: TokenType, *, spread: bool) -> _Placed:
+def _place(is_kind_T: NDArray[np.bool_], sizes_N: Ints, kind: TokenType, *, spread: bool) -> _Placed:
     at_M = np.flatnonzero(is_kind_T)
     if len(at_M) != sizes_N.sum():
         raise RowError(
@@ -422,9 +417,7 @@ def _place(is_kind_T: NDArray[np.bool_], sizes_N: NDArray[np.int64], kind: Token
     )
 
 
-def _indexed_positions(
-    scheme: PositionScheme, types_T: AnyInt, grids: MediaGrids, branches: Sequence[Branch]
-) -> NDArray[np.int64]:
+def _indexed_positions(scheme: PositionScheme, types_T: AnyInt, grids: MediaGrids, branches: Sequence[Branch]) -> Ints:
     positions_AT = np.repeat(tree_positions(branches)[None], scheme.num_axes, axis=0)
     grid_N3, _ = _grids_of(scheme, TokenType.IMAGE, grids)
     if not len(grid_N3):

@@ -24,10 +24,8 @@ from luthier.packing.settings import PATCH_COST, PlanSettings, SegmentTable, Uni
 from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.preparation.resolver import ResolvedPortion
 from luthier.preparation.segments import SegmentIndex
-from luthier.records import Address, Segment
+from luthier.records import Address, Ints, Segment
 from luthier.store.store import SampleStore
-
-Ints = NDArray[np.int64]
 
 SAME_AS_HELD_OUT = "same_as_held_out"
 # ``row``: the number of its row; ``key``: the beginning of that row's key, which says what is in it

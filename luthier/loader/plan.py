@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from luthier.loader import stream_state
 from luthier.loader.numbered_rows import RowTable
@@ -27,8 +26,7 @@ from luthier.packing.packer import is_at_once
 from luthier.packing.planned import Planned, join, sums
 from luthier.packing.planner import EpochPlanner
 from luthier.packing.settings import PlanSettings
-
-Ints = NDArray[np.int64]
+from luthier.records import Ints
 
 STEPS_REMEMBERED = 64  # behind the newest step that was asked about
 MOST_EPOCHS_COUNTED, MOST_SEGMENTS_COUNTED = 1000, 10**8  # to know how many steps a run has; further ones are estimated

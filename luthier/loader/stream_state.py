@@ -28,6 +28,7 @@ from luthier.packing.order import EpochOrder, MixtureSettings, RowOrder
 from luthier.packing.planned import Planned
 from luthier.packing.planner import EpochPlanner, PlannerPlace
 from luthier.packing.settings import PlanSettings, UnitKind
+from luthier.records import Ints
 from luthier.writing import counted, write_text
 
 STATE_VERSION = 3  # 2: rows were ordered by other rules
@@ -181,8 +182,6 @@ def _checksum(content: dict[str, object]) -> str:
 
 # -------- Steps as a plan keeps them: the windows of rows that complete them, and the places from which a run can go on
 
-
-Ints = NDArray[np.int64]
 
 BLOCK = 2**16  # rows that are looked through at once
 

@@ -12,19 +12,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
 from luthier.config.schema import Packing
 from luthier.packing.planned import Planned, every, sums
 from luthier.packing.settings import PlanSettings, segment_costs
+from luthier.records import Ints
 
 # Groups whose micro-batches are sorted together: more would balance better, and make the members of a step more alike.
 # Packs cost much the same by themselves; padded rows of a micro-batch are all short or all long.
 GROUPS_OF_PACKS, GROUPS_PADDED = 16, 96
 PORTIONS = 4  # an epoch is sorted in so many at least
 MANY, FEWEST_GROUPS = 64, 4  # larger groups are even by themselves, and as many of them would be much to wait for
-
-Ints = NDArray[np.int64]
 
 
 def groups_sorted(settings: PlanSettings) -> int:

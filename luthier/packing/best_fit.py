@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 
 from luthier.errors import UserError
 from luthier.packing.planned import bounds_of
+from luthier.records import Ints
 from luthier.writing import counted
 
 # Loading numba and the kernel takes a second, and saves half a second per million; both ways give the same packs.
 # What is loaded already pays for far less.
 MIN_TO_LOAD, MIN_COMPILED = 1_000_000, 1000
 KERNEL = "luthier.packing.best_fit_kernel"
-
-Ints = NDArray[np.int64]
 
 
 def pack_in_order(lengths: Sequence[int] | NDArray[np.integer], capacity: int) -> tuple[Ints, Ints]:

@@ -21,9 +21,8 @@ from luthier.packing.order import EpochOrder, ListedOrder, MixtureSettings, RowO
 from luthier.packing.planned import MicroBatchPlan, Planned, join, sums
 from luthier.packing.planner import EpochPlanner, RowSegments, TableRows
 from luthier.packing.settings import PlanSettings, SegmentTable
+from luthier.records import Ints
 from luthier.writing import counted
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from luthier.config.choices import MixtureBy, MixtureStop
 from luthier.errors import UserError
 from luthier.packing.planned import bounds_of
+from luthier.records import Ints
 from luthier.writing import counted
 
 # Rows of an epoch: more is a slip in the weights; each takes some forty bytes of a plan.
@@ -27,7 +28,6 @@ LISTED = 2**16  # so many numbers are permuted by a list, which is as good as a 
 ROUNDS = 6  # of the mixing of larger ones
 BLOCK = 2**15  # numbers that are mixed at once: they stay in the processor's cache
 
-Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
 Floats = NDArray[np.float64]
 

@@ -16,12 +16,12 @@ from luthier.packing.balance import Balancer, groups_sorted, micro_batch_costs
 from luthier.packing.best_fit import check_lengths, pack_in_order
 from luthier.packing.planned import Planned, bounds_of, every, join, sums, take_groups
 from luthier.packing.settings import PlanSettings, SegmentTable
+from luthier.records import Ints
 from luthier.writing import counted
 
 STATE_VERSION = 2
 SHARE_AT_ONCE = 4  # an epoch of at most so great a part of a window is packed at once: it is there soon enough
 
-Ints = NDArray[np.int64]
 # what must be the same for a plan to go on as it began; the number of ranks is absent on purpose
 _FIXED = (
     "capacity", "rows_per_micro_batch", "micro_batches_per_step", "seed", "tokens_per_step", "window", "linear_cost",

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from luthier.records import Ints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +102,7 @@ _OF_MEMBERS = ("segment_ids", "starts", "stops", "held")
 def join(parts: Sequence[Planned]) -> Planned:
     """One after the other; at least one."""
     columns = {name: [column for part in parts if (column := getattr(part, name)) is not None] for name in _OF_MEMBERS}
-    before = bounds_of(np.array([len(part) for part in parts], dtype=np.int64))[:-1]
+    before = bounds_of([len(part) for part in parts])[:-1]
     return Planned(
         **{name: np.concatenate(found) if found else None for name, found in columns.items()},
         pack_bounds=_joined_bounds([part.pack_bounds for part in parts]),
@@ -127,10 +126,10 @@ def every(count: int, size: int) -> Ints:
     return np.append(np.arange(0, count, size, dtype=np.int64), np.int64(count))
 
 
-def bounds_of(counts: Ints) -> Ints:
+def bounds_of(counts: Ints | Sequence[int]) -> Ints:
     """``bounds_of([2, 1]) -> [0, 2, 3]``."""
     bounds = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=bounds[1:])
+    np.cumsum(np.asarray(counts, dtype=np.int64), out=bounds[1:])
     return bounds
 
 

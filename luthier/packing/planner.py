@@ -31,10 +31,10 @@ from luthier.packing.settings import (
     unit_bounds,
     unit_table,
 )
+from luthier.records import Ints
 
 FIRST_BLOCK, LARGEST_BLOCK = 256, 2048  # rows of the order that are taken at a time: few at first, to begin soon
 
-Ints = NDArray[np.int64]
 
 # A segment as often as it is seen. ``segment`` is its number; ``position`` the place of its row in the epoch's order,
 # and ``ordinal`` its own in its row. ``unit``: so many segments are packed as one, this one first; 0 for the others of

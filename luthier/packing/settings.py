@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from luthier.config.schema import Packing
 from luthier.errors import UserError
 from luthier.packing.planned import sums
-from luthier.records import Segment
+from luthier.records import Ints, Segment
 from luthier.writing import counted
 
 DEFAULT_WINDOW = 4096
@@ -20,8 +20,6 @@ LINEAR_COST = 24_576  # 6 x 4096: a token's matrix products over its attention t
 # A patch (or a frame of sound) in an encoder of a tenth of the language model's parameters: frozen it has no backward
 # pass, and costs a third of a tenth of a token; trained all of it. Between the two, since a plan does not know which.
 PATCH_COST = LINEAR_COST // 16
-
-Ints = NDArray[np.int64]
 
 
 class UnitKind(StrEnum):

@@ -18,10 +18,11 @@ from luthier.config.schema import RunConfig
 from luthier.errors import BudgetError, UserError, install_hint
 from luthier.ledger import Ledger
 from luthier.preparation.prepared import Numbering, Prepared, PreparedSet, Quarantine, SourceInfo, hold_out
-from luthier.preparation.resolver import Ints, Progress, ResolvedPortion, Resolver, read_in_order
+from luthier.preparation.resolver import Progress, ResolvedPortion, Resolver, read_in_order
 from luthier.preparation.sharing import UnitResolver, place_units, resolve_units
 from luthier.preparation.work_units import WorkUnits, decode_result
 from luthier.preparation.workers import RowEncoder
+from luthier.records import Ints
 from luthier.sources import Source, open_sources, resolve_sources
 from luthier.store.manifest import SPOOL
 from luthier.store.store import SampleStore, store_folder
@@ -49,7 +50,7 @@ def prepare(
     folder = store_folder(config.data.store, encoder.fingerprint)
     num_encoded = num_reused = 0
     collections = []
-    with Quarantine(config.output.dir / QUARANTINE_FILE) as quarantine:
+    with closing(Quarantine(config.output.dir / QUARANTINE_FILE)) as quarantine:
         for split, configs in (("train", train_configs), ("eval", eval_configs)):
             sources = open_sources(configs, seed=config.runtime.seed) if configs else []
             resolver = Resolver(

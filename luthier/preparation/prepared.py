@@ -8,8 +8,7 @@ import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Self
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +16,9 @@ from numpy.typing import NDArray
 from luthier.errors import RowDropped, RowError, UserError
 from luthier.ledger import Ledger
 from luthier.packing.order import hold_out_part
-from luthier.records import Address, Sample
+from luthier.records import Address, Ints, Sample
 from luthier.store.store import SampleStore
 from luthier.writing import counted, whole_file
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,14 +209,6 @@ class Quarantine:
                 self._finish.close()
             except OSError as error:
                 raise self._unwritable(error) from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(

@@ -19,16 +19,15 @@ from numpy.typing import NDArray
 from luthier.errors import RowDropped, RowError, RowForbidden, plain_error, row_error
 from luthier.ledger import Ledger
 from luthier.preparation.workers import Chunk, Outcome, RowEncoder, encode_chunks
-from luthier.records import SAMPLES_VERSION, Address
+from luthier.records import SAMPLES_VERSION, Address, Ints
 from luthier.sources import RowBytes, Source
 from luthier.sources.source import id_digests
 from luthier.store import store as store_room
-from luthier.store.shard import KEY_BYTES
+from luthier.store.shard import KEY_BYTES, read_counts
 from luthier.store.store import SampleStore, StoreWriter, row_key
 from luthier.writing import counted
 
-Ints = NDArray[np.int64]
-
+_NO_TARGET = RowDropped("no_target", "no token of it is to be learned")
 _COLUMNS = ("rows", "sample_ids", "source_ids", "file_ids", "row_numbers")
 
 
@@ -63,7 +62,7 @@ class ResolvedPortion:
     new_files    files that no portion before this one had
     ledger       what became of these rows, nothing else
     lost         the lost ones, in order
-    id_digests   uint64[n] as `sources.row_ids.id_digests`, or empty
+    id_digests   uint64[n] as `sources.source.id_digests`, or empty
     """
 
     rows: Ints
@@ -96,7 +95,7 @@ class ResolvedPortion:
         message = msgspec.msgpack.decode(encoded)
         return cls(
             **{name: np.frombuffer(message[name], np.int64) for name in _COLUMNS},
-            keys=np.frombuffer(message["keys"], np.uint8).reshape(-1, KEY_BYTES),
+            keys=key_array([message["keys"]]),
             id_digests=np.frombuffer(message["id_digests"], np.uint64),
             new_files=tuple(message["new_files"]),
             ledger=Ledger.from_json(message["ledger"]),
@@ -325,13 +324,13 @@ class Resolver:
                 raise outcome.stop() from outcome
             if isinstance(outcome, RowError) or not any(outcome.leaf_targets):
                 self._under_way.discard(key)
-                self._failed[key] = outcome if isinstance(outcome, RowError) else _no_target()
+                self._failed[key] = outcome if isinstance(outcome, RowError) else _NO_TARGET
                 continue
             self._writer.add(key, outcome)
             num_bytes += len(outcome.payload)
             num_encoded += 1
             self._num_tokens += outcome.num_tokens
-            for what, count in outcome.counts:
+            for what, count in read_counts(outcome.notes):
                 ledger.note(what, count)
         lost = tuple(self._lost_rows(pending))
         for row in lost:
@@ -427,10 +426,6 @@ class _Booked:
 
     portion: ResolvedPortion
     fresh: list[int]
-
-
-def _no_target() -> RowDropped:
-    return RowDropped("no_target", "no token of it is to be learned")
 
 
 def _address(row: RowBytes | RowError) -> Address:

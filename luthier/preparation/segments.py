@@ -15,11 +15,9 @@ from luthier.layout.trees import cut_prompt, leaf_segment, span_of, splice
 from luthier.ledger import Ledger
 from luthier.packing.settings import PATCH_COST, SegmentTable, UnitKind, completion_room
 from luthier.preparation.prepared import PreparedSet
-from luthier.records import Segment
+from luthier.records import Ints, Segment
 from luthier.store.shard import QUESTION, joined
 from luthier.writing import counted
-
-Ints = NDArray[np.int64]
 
 
 class SegmentIndex:

@@ -12,9 +12,9 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import numpy as np
 
 from luthier.errors import StoreError
@@ -110,14 +110,6 @@ class SharedWork:
             if alone:
                 self._disk.take_away(self._folder)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _lock(self, unit: int) -> bool:
         """Make a unit ours, unless it is done or another process does it."""
         lock = self._disk.try_lock(self._lock_file(unit))
@@ -147,7 +139,7 @@ def resolve_units(
 
     Raises what `Resolver.resolve` raises.
     """
-    with SharedWork(resolver.folder / WORK / units.identity[:32], len(units.units)) as work:
+    with closing(SharedWork(resolver.folder / WORK / units.identity[:32], len(units.units))) as work:
         part = UnitResolver(units=units, resolver=resolver, workers=workers, on_done=work.done)
         part.resolve(work.take())
         yield from place_units(units, work.in_order(part.resolve), resolver)
@@ -230,7 +222,7 @@ class UnitResolver:
     def _finish(self) -> None:
         while self._under_way and self._under_way[0].is_done:
             done = self._under_way.popleft()
-            encoded = work_units.encode_result(work_units.UnitResult.of(done.unit, done.portions, self._files))
+            encoded = msgspec.msgpack.encode(work_units.UnitResult.of(done.unit, done.portions, self._files))
             if done.digest is not None and not self._has_media(done):
                 self._remembered.keep(done.digest, encoded)
             self.on_done(done.number, encoded)

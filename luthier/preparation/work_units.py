@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from luthier.errors import PlainRowError, RowError, StoreError, plain_error, row_error
 from luthier.ledger import Ledger
-from luthier.preparation.resolver import Ints, LostRow, ResolvedPortion, conversion_of
-from luthier.records import Address
+from luthier.preparation.resolver import LostRow, ResolvedPortion, conversion_of, key_array
+from luthier.records import Address, Ints
 from luthier.sources import RowBytes, Source, text_files
 from luthier.sources.files import DataFile
 from luthier.sources.origins import LocalFiles
@@ -31,7 +31,7 @@ from luthier.sources.row_index import RowIndex
 from luthier.sources.text_files import line_row
 from luthier.store.disk import Disk
 from luthier.store.manifest import UNITS
-from luthier.store.shard import KEY_BYTES
+from luthier.store.shard import joined
 from luthier.store.store import SampleStore
 
 UNIT_BYTES = 16_000_000  # a second of work: little to lose or to wait for, and much beside what sharing it costs
@@ -296,10 +296,10 @@ class UnitResult(msgspec.Struct, frozen=True, array_like=True):
             lost.extend(LostEntry(place + row.place, plain_error(row.error), row.raw) for row in portion.lost)
             place += len(portion)
         own_file = isinstance(unit.unit, LineUnit)
-        numbers, file_ids = np.unique(_joined([portion.file_ids for portion in portions]), return_inverse=True)
+        numbers, file_ids = np.unique(joined([portion.file_ids for portion in portions]), return_inverse=True)
         return cls(
             num_lines=unit.num_lines,
-            row_numbers=(_joined([portion.row_numbers for portion in portions]) - unit.first_line).tobytes(),
+            row_numbers=(joined([portion.row_numbers for portion in portions]) - unit.first_line).tobytes(),
             keys=b"".join(portion.keys.tobytes() for portion in portions),
             file_ids=b"" if own_file else file_ids.astype(np.int64).tobytes(),
             files=() if own_file else tuple(files[number] for number in numbers.tolist()),
@@ -315,13 +315,9 @@ class UnitResult(msgspec.Struct, frozen=True, array_like=True):
         """int64[n]: the samples of the rows, -1 for those that are lost; None if the store lacks one."""
         is_lost = np.zeros(len(self), dtype=np.bool_)
         is_lost[[row.place for row in self.lost]] = True
-        found = store.lookup(self.key_array())
+        found = store.lookup(key_array([self.keys]))
         found[is_lost] = -1
         return None if (found[~is_lost] < 0).any() else found
-
-    def key_array(self) -> NDArray[np.uint8]:
-        """uint8[n, KEY_BYTES]."""
-        return np.frombuffer(self.keys, np.uint8).reshape(-1, KEY_BYTES)
 
 
 class Placing:
@@ -357,7 +353,7 @@ class Placing:
         return ResolvedPortion(
             rows=np.arange(first, self._num_rows, dtype=np.int64),
             sample_ids=sample_ids,
-            keys=result.key_array(),
+            keys=key_array([result.keys]),
             source_ids=np.full(len(result), source, dtype=np.int64),
             file_ids=file_ids,
             row_numbers=row_numbers,
@@ -391,13 +387,8 @@ class RememberedUnits:
         self._disk.publish_sealed(self._folder / digest, encoded)
 
 
-def encode_result(result: UnitResult) -> bytes:
-    """A result as a message."""
-    return msgspec.msgpack.encode(result)
-
-
 def decode_result(encoded: bytes) -> UnitResult:
-    """Read what `encode_result` wrote. Raises `StoreError` if it is of another version."""
+    """A result from its message. Raises `StoreError` if it is of another version."""
     try:
         return msgspec.msgpack.decode(encoded, type=UnitResult)
     except msgspec.MsgspecError as error:
@@ -415,7 +406,3 @@ def _id_digests(portions: Sequence[ResolvedPortion]) -> NDArray[np.uint64]:
             for portion, zeros in zip(portions, absent, strict=True)
         ]
     )
-
-
-def _joined(parts: list[Ints]) -> Ints:
-    return np.concatenate([np.zeros(0, np.int64), *parts])

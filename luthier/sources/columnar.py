@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, pairwise
@@ -42,23 +43,28 @@ _NO_JSON = (TypeError, ValueError, OverflowError, RecursionError)
 
 def read_columnar_file(file: DataFile) -> Iterator[RowBytes | RowError]:
     """The rows of a parquet or arrow file, a batch of them in memory at a time. Raises `SourceError`."""
-    try:
-        row = 1
+    row = 1
+    with _reading(file.path, file.kind):
         for batch in read_batches(file):
             yield from table_rows(batch, file.path, first_row=row)
             row += batch.num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise SourceError(f"{file.path}: cannot be read as {file.kind}: {error}") from error
 
 
 def count_columnar_rows(file: DataFile) -> int:
     """How many rows a file has, without reading them where the file says so itself."""
-    try:
+    with _reading(file.path, file.kind):
         if file.kind is FileKind.PARQUET:
             return int(pq.read_metadata(file.path).num_rows)
         return sum(batch.num_rows for batch in read_batches(file))
+
+
+@contextmanager
+def _reading(path: str, kind: FileKind) -> Iterator[None]:
+    """Raises `SourceError` in the place of what pyarrow and the system raise."""
+    try:
+        yield
     except (pa.ArrowException, OSError) as error:
-        raise SourceError(f"{file.path}: cannot be read as {file.kind}: {error}") from error
+        raise SourceError(f"{path}: cannot be read as {kind}: {error}") from error
 
 
 def read_batches(file: DataFile) -> Iterator[pa.RecordBatch]:
@@ -273,11 +279,9 @@ class ColumnRows:
         found: list[RowBytes | RowError] = []
         groups = np.searchsorted(self.bounds, rows, side="right") - 1
         cuts = np.flatnonzero(np.diff(groups, prepend=-1, append=-1))
-        try:
+        with _reading(self.path, self.kind):
             for start, stop in pairwise(cuts.tolist()):
                 found += self._rows_of_group(int(groups[start]), rows[start:stop], opened)
-        except (pa.ArrowException, OSError) as error:
-            raise SourceError(f"{self.path}: cannot be read as {self.kind}: {error}") from error
         self.file.check_unchanged()
         return found
 
@@ -334,10 +338,8 @@ class _Groups:
 
 def _find_groups(file: DataFile) -> _Groups:
     file.check_unchanged()
-    try:
+    with _reading(file.path, file.kind):
         groups = _parquet_groups(file.path) if file.kind is FileKind.PARQUET else _arrow_groups(file.path)
-    except (pa.ArrowException, OSError) as error:
-        raise SourceError(f"{file.path}: cannot be read as {file.kind}: {error}") from error
     file.check_unchanged()
     return groups
 
@@ -398,10 +400,8 @@ def _spool(file: DataFile, groups: _Groups, folder: Path | None) -> ColumnRows |
 
 def _readable(file: DataFile) -> Iterator[pa.RecordBatch]:
     """As `read_batches`. Raises `SourceError`, so that a damaged file is not taken for a full disk."""
-    try:
+    with _reading(file.path, file.kind):
         yield from read_batches(file)
-    except (pa.ArrowException, OSError) as error:
-        raise SourceError(f"{file.path}: cannot be read as {file.kind}: {error}") from error
 
 
 def _write_batches(batches: Iterator[pa.RecordBatch], sink: IO[bytes]) -> None:

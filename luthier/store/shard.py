@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.packing.planned import bounds_of
 from luthier.records import Audio, AudioHeader, Image, ImageHeader, MediaItem, Sample, Video, VideoHeader
 
 MAGIC = b"LUTSHRD5"
@@ -54,11 +55,6 @@ class EncodedSample:
     leaf_encoders: tuple[int, ...] = ()
     notes: bytes = b""
     verdict: float = math.nan
-
-    @property
-    def counts(self) -> tuple[tuple[str, int], ...]:
-        """The notes as they were."""
-        return read_counts(self.notes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,20 +199,20 @@ def _index_of(keys: Sequence[bytes], samples: Sequence[EncodedSample]) -> ShardI
     branches = np.array([branch for sample in samples for branch in sample.branches], dtype=np.int32).reshape(-1, 2)
     return ShardIndex(
         keys=np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES),
-        payload_bounds=len(MAGIC) + _bounds([len(sample.payload) for sample in samples]),
+        payload_bounds=len(MAGIC) + bounds_of([len(sample.payload) for sample in samples]),
         num_tokens=np.array([sample.num_tokens for sample in samples], dtype=np.int32),
         checksums=np.array([zlib.crc32(sample.payload) for sample in samples], dtype=np.uint32),
         has_weight=np.array([sample.has_weight for sample in samples], dtype=np.uint8),
         has_media=np.array([sample.has_media for sample in samples], dtype=np.uint8),
         verdicts=np.array([sample.verdict for sample in samples], dtype=np.float32),
-        branch_bounds=_bounds([len(sample.branches) for sample in samples]),
+        branch_bounds=bounds_of([len(sample.branches) for sample in samples]),
         branch_parents=branches[:, 0],
         branch_lengths=branches[:, 1],
-        leaf_bounds=_bounds([len(sample.leaf_lengths) for sample in samples]),
+        leaf_bounds=bounds_of([len(sample.leaf_lengths) for sample in samples]),
         leaf_lengths=np.array([n for sample in samples for n in sample.leaf_lengths], dtype=np.int32),
         leaf_targets=np.array([n for sample in samples for n in sample.leaf_targets], dtype=np.int32),
         leaf_encoders=_encoders(samples),
-        note_bounds=_bounds([len(sample.notes) for sample in samples]),
+        note_bounds=bounds_of([len(sample.notes) for sample in samples]),
         note_bytes=np.frombuffer(b"".join(sample.notes for sample in samples), np.uint8),
     )
 
@@ -224,10 +220,6 @@ def _index_of(keys: Sequence[bytes], samples: Sequence[EncodedSample]) -> ShardI
 def _encoders(samples: Sequence[EncodedSample]) -> NDArray[np.int32]:
     found = [sample.leaf_encoders or (0,) * len(sample.leaf_lengths) for sample in samples]
     return np.array([number for of_sample in found for number in of_sample], dtype=np.int32)
-
-
-def _bounds(counts: list[int]) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
 def _shapes(
@@ -358,6 +350,6 @@ def measure_encoders(sample: Sample) -> tuple[int, ...]:
     return tuple(sum(item.encoder_length for item in segment.media) for segment in sample.segments())
 
 
-def joined(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int64]:
+def joined(parts: Sequence[NDArray[np.integer]]) -> NDArray[np.int64]:
     """Numbers one behind the other, also if there are none."""
-    return np.concatenate([np.zeros(0, np.int64), *(part.astype(np.int64) for part in parts)])
+    return np.concatenate([np.zeros(0, np.int64), *(part.astype(np.int64, copy=False) for part in parts)])

@@ -34,8 +34,8 @@ from luthier import __version__
 from luthier.errors import StoreError
 from luthier.layout.trees import held_of_leaves
 from luthier.locks import SharedLock
-from luthier.packing.planned import take_groups
-from luthier.records import NOWHERE, Address, Sample
+from luthier.packing.planned import bounds_of, take_groups
+from luthier.records import NOWHERE, Address, Ints, Sample
 from luthier.store.disk import Disk, join_users
 from luthier.store.manifest import (
     ABOUT,
@@ -84,7 +84,7 @@ class KeyIndex:
                 runs[-2:] = [_merged(runs[-2], runs[-1])]
         return KeyIndex(num_samples=runs[-1].stop if runs else 0, runs=tuple(runs))
 
-    def lookup(self, keys: NDArray[np.uint8]) -> NDArray[np.int64]:
+    def lookup(self, keys: NDArray[np.uint8]) -> Ints:
         """int64[n]: the number of the sample with each of the keys uint8[n, KEY_BYTES], the first if several; or -1."""
         found = np.full(len(keys), -1, dtype=np.int64)
         if not self.runs or not len(keys):
@@ -107,7 +107,7 @@ class _SortedKeys:
     numbers: NDArray[np.uint32]  # [m]
     stop: int
 
-    def lookup(self, first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def lookup(self, first: NDArray[np.uint64], second: NDArray[np.uint64]) -> Ints:
         found = np.full(len(first), -1, dtype=np.int64)
         places = np.searchsorted(self.first, first)
         asked = np.arange(len(first))
@@ -167,8 +167,6 @@ def _merged(old: _SortedKeys, new: _SortedKeys) -> _SortedKeys:
 
 
 SHARD_BYTES = 2**26  # so much is encoded between commits, and lost at most if the process is killed
-
-Ints = NDArray[np.int64]
 
 
 class SampleStore:
@@ -312,9 +310,7 @@ class SampleStore:
     @cached_property
     def leaf_bounds(self) -> Ints:
         """int64[n + 1]: sample ``i`` has the leaves ``leaf_bounds[i]:leaf_bounds[i + 1]``."""
-        counts = [np.diff(shard.index.leaf_bounds) for shard in self._shards]
-        bounds: Ints = np.cumsum(np.concatenate([np.zeros(1, np.int64), *counts]))
-        return bounds
+        return bounds_of(joined([np.diff(shard.index.leaf_bounds) for shard in self._shards]))
 
     @cached_property
     def leaf_lengths(self) -> Ints:
@@ -330,7 +326,7 @@ class SampleStore:
         """int64[…], of each leaf of these samples, one sample behind the other, how many of its first tokens are those
         of the leaf before it (`layout.held_of_leaves`)."""
         counts = np.diff(self.leaf_bounds)[sample_ids]
-        bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        bounds = bounds_of(counts)
         held = np.zeros(int(bounds[-1]), dtype=np.int64)
         trees = np.flatnonzero(counts > 1)
         for shard, places, numbers in self._by_shard(sample_ids[trees]):

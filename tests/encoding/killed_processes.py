@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -174,7 +175,7 @@ def kill_workers(folder: Path, cycles: int, workers: int) -> dict[str, int]:
     log = folder / "log"
     descriptor = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     rng = random.Random(2)
-    with SharedWork(folder / "work", NUM_UNITS) as work:  # takes no unit, so the dead must be replaced
+    with closing(SharedWork(folder / "work", NUM_UNITS)) as work:  # takes no unit, so the dead must be replaced
         running = [fork(work_forever, folder / "work", descriptor, seed) for seed in range(workers)]
         for cycle in range(cycles):
             time.sleep(rng.random() * 0.05)

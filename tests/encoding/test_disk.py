@@ -5,6 +5,7 @@ import fcntl
 import os
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
@@ -31,7 +32,7 @@ def lacks(code):
 
 def test_without_locks_work_is_not_shared_and_it_is_told_why(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lacks(errno.ENOLCK))
-    with SharedWork(tmp_path / "work", 2) as work, pytest.raises(StoreError, match="lock") as caught:
+    with closing(SharedWork(tmp_path / "work", 2)) as work, pytest.raises(StoreError, match="lock") as caught:
         next(work.take())
     assert "no locks" in caught.value.hint
 

@@ -46,8 +46,8 @@ class MediaQueue:
     def __init__(self, items: Mapping[str, list[Media]], root: str, slots: FindSlots | None = None) -> None:
         self.root = root
         self._slots = slots
-        self._items = {kind: media for kind, media in items.items() if media} if items else {}
-        self._taken = dict.fromkeys(self._items, 0) if items else {}
+        self._items = {kind: media for kind, media in items.items() if media}
+        self._taken = dict.fromkeys(self._items, 0)
 
     def split(self, text: str) -> list[Part]:
         """The text with media in place of markers: ``"<image>Who?"`` -> ``[Image(…), Text("Who?")]``."""
@@ -104,11 +104,6 @@ class MediaQueue:
                 )
 
 
-def media_queue(columns: Mapping[str, object], root: str, slots: FindSlots | None = None) -> MediaQueue:
-    """A queue of a row's media; ``columns`` maps kinds to the values of their columns."""
-    return MediaQueue({kind: _read_column(kind, value, root) for kind, value in columns.items()}, root, slots)
-
-
 def read_media(kind: str, item: object, root: str) -> Media:
     """One reference: a path or URL; bytes; a data URI or base64; ``{path, bytes, url}``, as the Hub's features are.
 
@@ -158,14 +153,15 @@ def _read_video(item: object, root: str) -> Video:
     return Video(source=tuple(_join(frame, root) for frame in frames), root=roots.pop() if roots else None, fps=fps)
 
 
-def _read_column(kind: str, value: object, root: str) -> list[Media]:
+def read_column(kind: str, value: object, root: str) -> list[Media]:
+    """The media in the row's column of a kind."""
     if value is None:
         return []
     items = value if type(value) is list else [value]  # one bare item is a list of one
     try:
         return [read_media(kind, item, root) for item in items]
     except RowError as error:
-        raise RowError(error.reason, error.detail, field=COLUMN_OF_KIND[kind]) from None
+        raise error.inside(COLUMN_OF_KIND[kind]) from None
 
 
 def _read_source(kind: str, item: object) -> str | bytes:

@@ -18,7 +18,7 @@ from luthier.config.choices import SameRole, TrainOn
 from luthier.errors import RowError
 from luthier.records import BLANK_ANSWER, Address, Conversation, Feedback, Message, Preference, Text, Thinking, ToolCall
 from luthier.sources.formats.layout import Layout
-from luthier.sources.formats.media import COLUMN_OF_KIND, FindSlots, MediaQueue, media_queue
+from luthier.sources.formats.media import COLUMN_OF_KIND, FindSlots, MediaQueue, read_column
 from luthier.sources.formats.targets import read_weight
 from luthier.sources.formats.turns import check_tool_results, read_message, read_messages, read_tools, split_thinking
 from luthier.sources.rows import RawRow, decode_text, json_kind, refuse_unreadable
@@ -52,7 +52,8 @@ class Reading:
 
     def fresh_media(self) -> MediaQueue:
         """The row's media from the first on (a preference pair whose sides both hold the prompt reads them twice)."""
-        return media_queue(self._media_columns, self._root, self._slots)
+        items = {kind: read_column(kind, value, self._root) for kind, value in self._media_columns.items()}
+        return MediaQueue(items, self._root, self._slots)
 
     def column(self, name: str) -> Any:
         """The value of our column ``name``; None if the row, or the source, has none."""
@@ -100,8 +101,7 @@ class Reading:
             try:
                 return [read_message(value, tags=self.layout.tags, media=queue)]
             except RowError as error:
-                path = ".".join(part for part in (self.field(name), error.field) if part)
-                raise RowError(error.reason, error.detail, field=path) from None
+                raise error.inside(self.field(name)) from None
         return self.messages(name, media)
 
     def prompt(self) -> list[Message]:

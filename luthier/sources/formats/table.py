@@ -16,6 +16,7 @@ from luthier.records import (
     Conversation,
     Document,
     Feedback,
+    Ints,
     Message,
     Part,
     Preference,
@@ -196,7 +197,6 @@ def _common_prefix(first: list[Message], second: list[Message]) -> int:
 # ---------------------------------------------------------------------------------------------------- rows of token ids
 
 
-Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 

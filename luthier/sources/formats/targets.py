@@ -140,7 +140,7 @@ def _read_span(entry: object, length: int, field: str) -> Span:
     try:
         train, weight = read_flags(entry)
     except RowError as error:
-        raise RowError(error.reason, error.detail, field=f"{field}.{error.field}" if error.field else field) from None
+        raise error.inside(field) from None
     if train is None and all(entry.get(key) is None for key in _WEIGHT_KEYS):
         raise RowError("bad_span", "the span says neither train nor weight", field=field)
     return _checked(Span(start=start, end=end, train=train, weight=weight), length, field)

@@ -47,8 +47,7 @@ def read_messages(value: object, *, field: str, tags: Tags, media: MediaQueue) -
         try:
             messages.append(read_message(item, tags=tags, media=media))
         except RowError as error:
-            path = f"{field}[{index}]" + (f".{error.field}" if error.field else "")
-            raise RowError(error.reason, error.detail, field=path) from None
+            raise error.inside(f"{field}[{index}]") from None
     return messages
 
 
@@ -128,8 +127,7 @@ def _read_content(content: object, role: str, *, tags: Tags, media: MediaQueue) 
         try:
             parts += _read_part(item, role, replace(tags, thinking=None) if parts else tags, media)
         except RowError as error:
-            path = f"{tags.content}[{index}]" + (f".{error.field}" if error.field else "")
-            raise RowError(error.reason, error.detail, field=path) from None
+            raise error.inside(f"{tags.content}[{index}]") from None
     return parts
 
 
@@ -231,7 +229,7 @@ def _tool_calls(message: dict[str, object], role: str) -> list[Part]:
     try:
         return [read_call(call) for call in calls]
     except RowError as error:
-        raise RowError(error.reason, error.detail, field="tool_calls") from None
+        raise error.inside("tool_calls") from None
 
 
 def _optional_text(message: dict[str, object], key: str) -> str | None:
