@@ -102,14 +102,10 @@ class Encoder:
             kind=self.kind,
             history=self.options.history,
         )
-        template = self.tokenizer.template
-        unknown = sorted(set(self.options.kwargs) - (template.variables if template else set()))
-        if unknown:
-            raise TemplateError(
-                f"template.kwargs: the chat template of {self.tokenizer.files.origin} reads no variable {unknown[0]!r}",
-                hint=f"it reads {', '.join(sorted(template.variables)) if template else 'nothing, there is none'}",
-            )
-        return Renderer(template, self._control(), policy, replay=self.options.replay, slots=self.measurer.slots)
+        self.tokenizer.require_variables(self.options.kwargs, "template.kwargs")
+        return Renderer(
+            self.tokenizer.template, self._control(), policy, replay=self.options.replay, slots=self.measurer.slots
+        )
 
     @cached_property
     def media_source(self) -> MediaSource:

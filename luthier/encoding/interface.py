@@ -22,7 +22,7 @@ from luthier.encoding.encoder import Encoder, encode_rows
 from luthier.encoding.measuring import Measurer
 from luthier.encoding.pieces import Assembler
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.errors import RowError, TemplateError
+from luthier.errors import RowError
 from luthier.media import MediaAccess, MediaProcessor, decoder_of
 from luthier.records import Address, Conversation, Document, Message, Row, Sample, Tokenized
 from luthier.rendering.render import Renderer
@@ -222,12 +222,7 @@ def template_under(tokenizer: Tokenizer, kwargs: Mapping[str, object]) -> ChatTe
     template = tokenizer.template
     if template is None or not kwargs:
         return template
-    unknown = sorted(set(kwargs) - template.variables)
-    if unknown:
-        raise TemplateError(
-            f"template_kwargs: the chat template of {tokenizer.files.origin} reads no variable {unknown[0]!r}",
-            hint=f"it reads {', '.join(sorted(template.variables))}",
-        )
+    tokenizer.require_variables(kwargs, "template_kwargs")
     return template.changed(kwargs={**template.kwargs, **kwargs})
 
 

@@ -50,17 +50,22 @@ def fold(
     for root in folding.merged(roots):
         _flatten(root, -1, stored)
     spans = [slice(*span) for _, node in stored for span in node.spans]
-    weights = np.concatenate([folding.weights[span] for span in spans])
-    target = weights > 0
+    target, weight = _targets_of(np.concatenate([folding.weights[span] for span in spans]))
     return Sample(
         input_ids=np.concatenate([ids[span] for span in spans]),
         target=target,
-        weight=None if (weights == target).all() else np.where(target, weights, 1).astype(np.float32),
+        weight=weight,
         branches=tuple(
             Branch(parent=parent, length=sum(end - start for start, end in node.spans)) for parent, node in stored
         ),
         address=address,
     )
+
+
+def _targets_of(weights: NDArray[np.float32]) -> tuple[NDArray[np.bool_], NDArray[np.float32] | None]:
+    """Which tokens are learned, and what each counts; None where that is 1 for all of them."""
+    target = weights > 0
+    return target, None if (weights == target).all() else np.where(target, weights, 1).astype(np.float32)
 
 
 NEAR = 6  # most runs part within so many tokens, which is quicker to see one by one
@@ -223,8 +228,7 @@ class Assembler:
     ) -> Sample:
         """Its branches are as the blueprint has them: places in them stay what they are."""
         row, assembly = draft.row, draft.assembly
-        weights = self._weights(row, assembly, lengths)
-        target = weights > 0
+        target, weight = _targets_of(self._weights(row, assembly, lengths))
         starts = np.cumsum(lengths) - lengths
         media = tuple(
             MediaItem(
@@ -239,7 +243,7 @@ class Assembler:
         return Sample(
             input_ids=ids,
             target=target,
-            weight=None if (weights == target).all() else np.where(target, weights, 1).astype(np.float32),
+            weight=weight,
             branches=tuple(branches),
             media=media,
             address=row.address,

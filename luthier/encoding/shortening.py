@@ -17,11 +17,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
 
-import numpy as np
-
 from luthier.config.schema import TrainOn
 from luthier.errors import RowDropped, RowError
-from luthier.layout.trees import join_trees
+from luthier.layout.trees import join_trees, tree_of_runs
 from luthier.records import (
     Conversation,
     Feedback,
@@ -33,9 +31,8 @@ from luthier.records import (
     Rendered,
     Row,
     Sample,
-    Text,
 )
-from luthier.rendering.other_rows import unlearned
+from luthier.rendering.other_rows import continuations, unlearned, with_system
 from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns
 from luthier.writing import counted
 
@@ -105,9 +102,9 @@ class Shortener:
     def _compared(self, row: Preference | Feedback) -> _ShorterSamples:
         if any(rule.turn == "first" for rule in (*self.policy.rules, *row.rules)):
             raise self._lost(None, "a targets rule speaks of its first turn")
-        row = replace(row, prompt=_with_system(row.prompt, self.policy.default_system))
+        row = replace(row, prompt=with_system(row.prompt, self.policy.default_system))
         head, starts = turn_starts(row.prompt)
-        end = len(row.prompt) + max(map(len, _continuations(row)))
+        end = len(row.prompt) + max(map(len, continuations(row).values()))
 
         def shorter(first: int) -> ShorterRow:
             kept = (*range(head), *range(starts[first], end))
@@ -118,7 +115,7 @@ class Shortener:
 
     def _conversation(self, row: Conversation) -> _ShorterSamples:
         train_on = self.policy.train_on if row.train_on is None else TrainOn(row.train_on)
-        row = replace(row, messages=_with_system(row.messages, self.policy.default_system))
+        row = replace(row, messages=with_system(row.messages, self.policy.default_system))
         row = replace(apply_rules(row, self.policy.rules), rules=())
         weights = Weights(row.messages, self.policy, train_on=train_on, weight=row.weight)
         if weights.supplied or train_on is TrainOn.ALL:
@@ -182,22 +179,16 @@ class Shortener:
     def _joined(self, shorter: _ShorterSamples, whole: Sample) -> Sample:
         """The samples of the shorter rows side by side, each a tree of its own."""
         samples = [sample for _, sample in shorter.found]
-        starts = np.cumsum([0, *(len(sample.input_ids) for sample in samples)]).tolist()
         left_out = longest_learned(whole) - max(map(longest_learned, samples))
         counts = {SHORTENED: 1, TOKENS_LEFT_OUT: left_out, ANSWERS_LEFT_OUT: shorter.answers_lost}
-        is_weighted = any(sample.weight is not None for sample in samples)
-        weights = [np.ones(len(s.input_ids), np.float32) if s.weight is None else s.weight for s in samples]
+        tokens = tree_of_runs(samples, [0] * len(samples))
         return replace(
             samples[0],
-            input_ids=np.concatenate([sample.input_ids for sample in samples]),
-            target=np.concatenate([sample.target for sample in samples]),
-            weight=np.concatenate(weights) if is_weighted else None,
+            input_ids=tokens.input_ids,
+            target=tokens.target,
+            weight=tokens.weight,
+            media=tokens.media,
             branches=join_trees(sample.branches for sample in samples),
-            media=tuple(
-                replace(item, start=item.start + start)
-                for sample, start in zip(samples, starts, strict=False)
-                for item in sample.media
-            ),
             notes=(*whole.notes, *((what, count) for what, count in counts.items() if count > 0)),
             address=whole.address,
         )
@@ -257,13 +248,3 @@ def _cut(
         row, messages=tuple(messages), continue_final_message=row.continue_final_message and is_last, notes=()
     )
     return ShorterRow(row=shorter, kept=kept, policy=policy)
-
-
-def _with_system(messages: tuple[Message, ...], default: str | None) -> tuple[Message, ...]:
-    if default is None or (messages and messages[0].role == "system"):
-        return messages
-    return (Message(role="system", parts=(Text(text=default),), train=False), *messages)
-
-
-def _continuations(row: Preference | Feedback) -> tuple[tuple[Message, ...], ...]:
-    return (row.chosen, row.rejected) if isinstance(row, Preference) else (row.completion,)

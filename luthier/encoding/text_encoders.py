@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from luthier.config.choices import TokenizerBackend
 from luthier.encoding.tokenizer_files import joined_merges, to_json
 from luthier.errors import LuthierError, RowError, TokenizerError
+from luthier.packing.planned import bounds_of
 from luthier.writing import counted
 
 Flat = tuple[NDArray[np.int32], NDArray[np.int64]]
@@ -121,9 +122,8 @@ def flatten(parts: Sequence[NDArray[np.int32]]) -> Flat:
     >>> flatten([np.array([7, 8], np.int32), np.array([], np.int32)])
     (array([7, 8], dtype=int32), array([0, 2, 2]))
     """
-    bounds = np.zeros(len(parts) + 1, dtype=np.int64)
-    np.cumsum([len(part) for part in parts], out=bounds[1:])
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32), bounds
+    ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+    return ids, bounds_of([len(part) for part in parts])
 
 
 def unflatten(ids: NDArray[np.int32], bounds: NDArray[np.int64]) -> list[NDArray[np.int32]]:

@@ -8,7 +8,7 @@ tokens (Gemma's runs of newlines) stay, or ids would differ from Hugging Face's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import TokenizerBackend
 from luthier.encoding import text_encoders, tokenizer_files
-from luthier.errors import RowError, TokenizerError
+from luthier.errors import RowError, TemplateError, TokenizerError
 from luthier.media import decoder_of, opens_prompts
 from luthier.presets.named_templates import require_tokens, stop_tokens
 from luthier.records import Message, Text
@@ -173,6 +173,15 @@ class Tokenizer:
         parts.append(repr(sorted(self.control.stops)))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
+    def require_variables(self, names: Iterable[str], key: str) -> None:
+        """Raise `TemplateError` for a variable, given by ``key``, that the chat template does not read."""
+        read = set() if self.template is None else self.template.variables
+        if unknown := sorted(set(names) - read):
+            raise TemplateError(
+                f"{key}: the chat template of {self.files.origin} reads no variable {unknown[0]!r}",
+                hint=f"it reads {', '.join(sorted(read)) if self.template else 'nothing, there is none'}",
+            )
+
     def control_id(self, token: str) -> int:
         """The id of a control token."""
         return self._ids[token]
@@ -195,7 +204,10 @@ class Tokenizer:
         forbidden = np.flatnonzero(self._forbidden[ids])
         if len(forbidden):
             bad = np.unique(np.searchsorted(bounds, forbidden, side="right") - 1).tolist()
-            raise text_encoders.BadTexts({index: _control_in(texts[index]) for index in bad})
+            what = "the vocabulary itself turns {!r} into a control token"
+            raise text_encoders.BadTexts(
+                {index: RowError("control_token_in_text", what.format(texts[index][:80])) for index in bad}
+            )
         return ids, bounds
 
     def encode_runs(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
@@ -286,10 +298,6 @@ def _with_model_of(whole: tokenizers.Tokenizer, text: Mapping[str, Any]) -> toke
 def _added(entry: Mapping[str, Any]) -> tokenizers.AddedToken:
     options = {name: entry[name] for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
     return tokenizers.AddedToken(entry["content"], **options)
-
-
-def _control_in(text: str) -> RowError:
-    return RowError("control_token_in_text", f"the vocabulary itself turns {text[:80]!r} into a control token")
 
 
 def _id_of(tokenizer: tokenizers.Tokenizer, token: str) -> int:

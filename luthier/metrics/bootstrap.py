@@ -30,13 +30,13 @@ def sums_by_row(parts_NS: Sums, rows: Sequence[str]) -> Sums:
     return sums_GS
 
 
-def drawn_sums(sums_GS: Sums, *, draws: int = DRAWS, seed: int = SEED) -> Sums:
-    """The sums of G rows drawn with replacement, float64[R, S]; the same rows for the same G and seed."""
-    generator, size = np.random.Generator(np.random.PCG64(seed)), len(sums_GS)
+def drawn_sums(sums_GS: Sums) -> Sums:
+    """The sums of G rows drawn with replacement, float64[R, S]; the same rows for the same G."""
+    generator, size = np.random.Generator(np.random.PCG64(SEED)), len(sums_GS)
     found: list[Sums] = []
     at_once = max(1, AT_ONCE // size)
-    for start in range(0, draws, at_once):
-        count = min(at_once, draws - start)
+    for start in range(0, DRAWS, at_once):
+        count = min(at_once, DRAWS - start)
         drawn_RG = generator.integers(size, size=(count, size))
         cells = (drawn_RG + size * np.arange(count)[:, None]).ravel()
         times_RG = np.bincount(cells, minlength=count * size).reshape(count, size)
@@ -44,12 +44,12 @@ def drawn_sums(sums_GS: Sums, *, draws: int = DRAWS, seed: int = SEED) -> Sums:
     return np.concatenate(found)
 
 
-def middle(scores_R: Sums, level: float = LEVEL) -> tuple[float, float] | None:
-    """The ends of the middle ``level`` of scores; those that are no number (nothing was counted) are left out."""
+def middle(scores_R: Sums) -> tuple[float, float] | None:
+    """The ends of the middle `LEVEL` of scores; those that are no number (nothing was counted) are left out."""
     numbers = scores_R[np.isfinite(scores_R)]
     if not len(numbers):
         return None
-    low, high = np.quantile(numbers, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(numbers, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 

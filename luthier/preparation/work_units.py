@@ -370,9 +370,9 @@ class Placing:
 class RememberedUnits:
     """Results of earlier preparations, by the digest of what was read."""
 
-    def __init__(self, folder: Path, disk: Disk | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder / UNITS
-        self._disk = Disk() if disk is None else disk
+        self._disk = Disk()
         self._disk.make_folder(self._folder)
 
     def find(self, digest: str, store: SampleStore) -> bytes | None:

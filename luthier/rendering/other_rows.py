@@ -189,6 +189,13 @@ def refuse(row: Row, kind: RowKind) -> Never:
     raise RowError("objective", f"a row of kind {type(row).__name__.lower()}: {fits}; {needs}")
 
 
+def with_system(messages: tuple[Message, ...], default: str | None) -> tuple[Message, ...]:
+    """The messages behind the run's system message, where it has one and they bring none."""
+    if default is None or (messages and messages[0].role == "system"):
+        return messages
+    return (Message(role="system", parts=(Text(text=default),), train=False), *messages)
+
+
 def unlearned(message: Message) -> Message:
     """The message as context, whatever it or its parts say of their loss."""
     parts = tuple(

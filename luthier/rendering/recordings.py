@@ -137,13 +137,9 @@ class RowHistory:
         within = replace(within, parts=within.parts[:part], name=None, tool_call_id=None)
         return self.recordings.alphabet.char(text_references.Slot(self.offsets[message] + len(message_strings(within))))
 
-    def thoughts(self, message: int) -> list[int]:
-        """Which parts of a message are thoughts."""
-        return [number for number, part in enumerate(self.row.messages[message].parts) if isinstance(part, Thinking)]
-
-    def texts(self, message: int) -> list[int]:
-        """Which parts of a message are texts."""
-        return [number for number, part in enumerate(self.row.messages[message].parts) if isinstance(part, Text)]
+    def parts_of(self, message: int, kind: type[Text] | type[Thinking]) -> list[int]:
+        """Which parts of a message are texts, or thoughts."""
+        return [number for number, part in enumerate(self.row.messages[message].parts) if isinstance(part, kind)]
 
     def note(self, guard: Guard) -> None:
         """Note an answer that depends on the row's strings."""
@@ -166,9 +162,8 @@ class RowHistory:
         kwargs: Mapping[str, object],
         num_own: int | None = None,
     ) -> Recording:
-        variants = self.recordings.variants(
-            (key, text_references.tools_shape(self.row.tools), tuple(sorted(kwargs.items())))
-        )
+        full_key = (key, text_references.tools_shape(self.row.tools), tuple(sorted(kwargs.items())))
+        variants = self.recordings.known.setdefault(full_key, [])  # which differ in their guards
         recording = next((known for known in variants if self._fits(known)), None)
         if recording is None:
             recording = self.template.record(
@@ -183,8 +178,7 @@ class RowHistory:
             if len(variants) >= MOST_VARIANTS:
                 variants.clear()
             variants.append(recording)
-        for guard in recording.guards:
-            self.guards[guard] = None
+        self.guards.update(dict.fromkeys(recording.guards))
         return recording
 
     def _given(self) -> Given:
@@ -205,10 +199,6 @@ class Recordings:
 
     alphabet: text_references.Alphabet = field(default_factory=text_references.Alphabet.empty)
     known: dict[Hashable, list[Recording]] = field(default_factory=dict)
-
-    def variants(self, key: Hashable) -> list[Recording]:
-        """Recordings of one shape, which differ in their guards."""
-        return self.known.setdefault(key, [])
 
     @property
     def is_full(self) -> bool:

@@ -216,10 +216,7 @@ class Renderer:
 
     def _prepared(self, row: records.Conversation, template: ChatTemplate) -> records.Conversation:
         """The row with the run's system message and rules, and thinking as the template takes it."""
-        default = self.policy.default_system
-        if default is not None and not (row.messages and row.messages[0].role == "system"):
-            system = records.Message(role="system", parts=(records.Text(text=default),), train=False)
-            row = replace(row, messages=(system, *row.messages))
+        row = replace(row, messages=other_rows.with_system(row.messages, self.policy.default_system))
         row = apply_rules(row, self.policy.rules)
         if any(map(has_written_thinking, row.messages)) and not self._knows_thinking(template):
             notes = row.notes

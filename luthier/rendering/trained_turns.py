@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from luthier.errors import RowError
 from luthier.records import Message, Text, Thinking
 from luthier.rendering import openings
 from luthier.rendering.control import ControlTokens
+from luthier.rendering.recordings import RowHistory
 from luthier.rendering.template import ChatTemplate, MessageSpan, Recording
 from luthier.rendering.text_references import is_reference
 from luthier.rendering.trace import Guard, Owner
@@ -24,34 +25,6 @@ from luthier.rendering.trace import Guard, Owner
 # What templates call the variable that opens or closes thinking: Qwen, GLM, Nemotron; DeepSeek, Granite.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 LONGEST_CONTROL_TOKEN = 64  # characters; as far back as a seam looks for one
-
-
-class History(Protocol):
-    """The recordings of one row: what its template prints for its first messages."""
-
-    def recording(self, num_messages: int, *, generation_prompt: bool = False, **kwargs: Any) -> Recording:
-        """The recording for ``messages[:num_messages]``."""
-
-    def follows_result(self, index: int) -> bool:
-        """Whether a message comes right behind the result of a tool."""
-
-    def value(self, char: str) -> str:
-        """What a character of a sketch stands for in this row."""
-
-    def note(self, guard: Guard) -> None:
-        """Note an answer that depends on the row's strings."""
-
-    def slot(self, message: int, part: int) -> str:
-        """The character that stands for the whole text of one part of a message."""
-
-    def thoughts(self, message: int) -> list[int]:
-        """Which parts of a message are thoughts."""
-
-    def texts(self, message: int) -> list[int]:
-        """Which parts of a message are texts."""
-
-    def recording_with(self, num_messages: int, following: Message, **kwargs: object) -> Recording:
-        """The recording for ``messages[:num_messages]`` and one more message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +64,7 @@ class Context:
     printed: tuple[Printed, ...]
 
 
-def context_of(template: ChatTemplate, history: History, index: int, control: ControlTokens) -> Context:
+def context_of(template: ChatTemplate, history: RowHistory, index: int, control: ControlTokens) -> Context:
     """The inference context of message ``index``.
 
     Where the template has a thinking switch that the user left open, the first position that reproduces this turn is
@@ -144,7 +117,7 @@ def _known_tags(literals: str, control: ControlTokens) -> str:
 class _Asked:
     """A turn and its prompt under one position of the template's switches."""
 
-    history: History
+    history: RowHistory
     index: int
     prompt: Recording
     turn: Recording
@@ -224,7 +197,7 @@ class _Asked:
     def _thoughts(self) -> list[tuple[str, Owner]]:
         """The thoughts of the row's message that are not blank, each with its owner."""
         found = []
-        for part in self.history.thoughts(self.index):
+        for part in self.history.parts_of(self.index, Thinking):
             char = self.history.slot(self.index, part)
             is_blank = not self.history.value(char).strip()
             self.history.note(Guard("blank", (char,), (), is_blank))
@@ -236,7 +209,7 @@ class _Asked:
     def mentioned_tag(self) -> str | None:
         """A tag of the prompt's thought in the answer's text, if any: what the template does with it is not known."""
         found = None
-        for part in self.history.texts(self.index):
+        for part in self.history.parts_of(self.index, Text):
             char = self.history.slot(self.index, part)
             for tag in filter(None, (self.ending.opening, self.ending.closing)):
                 has_tag = tag in self.history.value(char)
@@ -295,7 +268,7 @@ def token_after(recording: Recording, control: ControlTokens, message: int) -> s
     return next((token for start, _, token in found if start == scope_end and token in control.stops), None)
 
 
-def seam_is_safe(recording: Recording, control: ControlTokens, seam: int, history: History) -> bool:
+def seam_is_safe(recording: Recording, control: ControlTokens, seam: int, history: RowHistory) -> bool:
     """Whether tokens cannot merge over a seam, whatever the tokenizer.
 
     At inference a later turn sees the history as one text, so if they could, its tokens would differ from the ones
@@ -308,7 +281,7 @@ def seam_is_safe(recording: Recording, control: ControlTokens, seam: int, histor
     return window.endswith("\n") and not _space_follows(recording, seam, history)
 
 
-def _space_follows(recording: Recording, position: int, history: History) -> bool:
+def _space_follows(recording: Recording, position: int, history: RowHistory) -> bool:
     for place in range(position, len(recording.sketch)):
         char = recording.sketch[place]
         if not is_reference(char):
@@ -343,6 +316,6 @@ def _tokens(recording: Recording, control: ControlTokens, start: int, last: int)
         yield begin, end, token
 
 
-def _tail(prompt: str, history: History) -> str:
+def _tail(prompt: str, history: RowHistory) -> str:
     text = "".join(map(history.value, prompt[-40:]))
     return text if len(text) <= 40 else "…" + text[-40:]

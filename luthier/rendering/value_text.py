@@ -277,13 +277,12 @@ def printed_by(form: str, values: Any, trace: Trace, *, what: str = "the operato
     return concatenate([*parts, own_text(form[end:], trace)], trace)
 
 
-def formatted_by(
-    form: str, value_of_field: Callable[[str], object], trace: Trace, *, what: str = "str.format"
-) -> Tracked:
+def formatted_by(form: str, value_of_field: Callable[[str], object], trace: Trace) -> Tracked:
     """``form.format(…)``; ``value_of_field`` looks a field up (``0``, ``name``, ``0.a[b]``).
 
     Raises `LostProvenance` where the format itself is a row's, or ``!a`` would print a row's text.
     """
+    what = "str.format"
     return _Fields(value_of_field, trace, what).filled(_own_format(form, trace, what))
 
 

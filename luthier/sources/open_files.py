@@ -25,9 +25,7 @@ Value = TypeVar("Value")
 class OpenFiles:
     """Descriptors and decoded groups, the least recently used ones given up first. For one thread at a time."""
 
-    def __init__(self, *, max_descriptors: int = _MAX_DESCRIPTORS, cache_bytes: int = CACHE_BYTES) -> None:
-        self._max_descriptors = max_descriptors
-        self._cache_bytes = cache_bytes
+    def __init__(self) -> None:
         self._descriptors: OrderedDict[str, int] = OrderedDict()
         self._kept: OrderedDict[tuple[str, int], tuple[object, int]] = OrderedDict()
         self._kept_bytes = 0
@@ -58,10 +56,10 @@ class OpenFiles:
             self._kept.move_to_end(key)
             return cast(Value, self._kept[key][0])
         value, num_bytes = load()
-        if num_bytes <= self._cache_bytes:
+        if num_bytes <= CACHE_BYTES:
             self._kept[key] = (value, num_bytes)
             self._kept_bytes += num_bytes
-        while self._kept_bytes > self._cache_bytes:
+        while self._kept_bytes > CACHE_BYTES:
             _, (_, freed) = self._kept.popitem(last=False)
             self._kept_bytes -= freed
         return value
@@ -88,7 +86,7 @@ class OpenFiles:
         if path in self._descriptors:
             self._descriptors.move_to_end(path)
             return self._descriptors[path]
-        while len(self._descriptors) >= self._max_descriptors:
+        while len(self._descriptors) >= _MAX_DESCRIPTORS:
             os.close(self._descriptors.popitem(last=False)[1])
         try:
             self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
