@@ -161,7 +161,6 @@ class AudioHeader:
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
         return self.num_samples / self.sampling_rate
 
 
@@ -182,7 +181,6 @@ class VideoHeader:
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
         return self.num_frames / self.fps
 
 

@@ -78,7 +78,6 @@ class Loss:
 
     @property
     def compute(self) -> Callable[..., Any]:
-        """The function."""
         return resolve(self.function) if isinstance(self.function, str) else self.function
 
     @property

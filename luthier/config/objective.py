@@ -83,7 +83,6 @@ class Objective:
 
     @property
     def make_losses(self) -> Callable[..., Any]:
-        """The function of `losses`."""
         return resolve(self.losses) if isinstance(self.losses, str) else self.losses
 
 

@@ -94,6 +94,10 @@ _APOLLO: dict[str, Default] = {
     "rank": 128, "update_proj_gap": 200, "scale": 1.0, "proj": ("random", "svd"), "scale_type": ("channel", "tensor"),
     "proj_type": ("std",),  # with others apollo-torch's step fails: it scales by rows or columns as for this one
 }  # fmt: skip
+_PROJECTED = {
+    "galore": ("galore-torch", _GALORE, "2403.03507"),
+    "apollo": ("apollo-torch", _APOLLO, "2412.05270"),
+}
 _FREE: dict[str, Default] = {"weight_lr_power": 2.0, "r": 0.0}
 _GROK: dict[str, Default] = {
     "alpha_init": 0.98, "lamb": 2.0, "gamma": 0.1, "grokking_signal_decay_rate": 0.1, "gradient_clipping": 1.0,
@@ -108,27 +112,17 @@ def _bnb(name: str, settings: Mapping[str, Default] | None = None, **more: objec
     return _torch(name, settings, needs=(_BITSANDBYTES,), **more)
 
 
-def _galore(name: str, says: str, *, has_betas: bool = True) -> OptimizerRow:
+def _projected(name: str, says: str, *, has_betas: bool = True) -> OptimizerRow:
+    """GaLore and APOLLO, on gradients projected to a low rank."""
+    package, settings, paper = _PROJECTED[name.partition("_")[0]]
     return OptimizerRow(
         name=name,
-        needs=(("galore_torch", "galore-torch"), _BITSANDBYTES),
-        settings=_GALORE,
+        needs=((package.replace("-", "_"), package), _BITSANDBYTES),
+        settings=settings,
         in_backward=name.endswith("_layerwise"),
         whole_weights=True,
         has_betas=has_betas,
-        paper="2403.03507",
-        says=says,
-    )
-
-
-def _apollo(name: str, says: str) -> OptimizerRow:
-    return OptimizerRow(
-        name=name,
-        needs=(("apollo_torch", "apollo-torch"), _BITSANDBYTES),
-        settings=_APOLLO,
-        in_backward=name.endswith("_layerwise"),
-        whole_weights=True,
-        paper="2412.05270",
+        paper=paper,
         says=says,
     )
 
@@ -169,12 +163,12 @@ _ROWS = (
     _bnb("rmsprop_bnb_8bit", {"momentum": 0.0, "alpha": 0.99, "eps": 1e-8}, has_betas=False,
          says="RMSprop with states of 8 bits"),
     _bnb("rmsprop_bnb_32bit", {"momentum": 0.0, "alpha": 0.99, "eps": 1e-8}, has_betas=False, says="RMSprop"),
-    _galore("galore_adamw", "AdamW on gradients projected to a low rank"),
-    _galore("galore_adamw_8bit", "the same with states of 8 bits; needs a GPU"),
-    _galore("galore_adafactor", "Adafactor on gradients projected to a low rank", has_betas=False),
-    _galore("galore_adamw_layerwise", f"galore_adamw{_LAYERWISE}"),
-    _galore("galore_adamw_8bit_layerwise", f"galore_adamw_8bit{_LAYERWISE}"),
-    _galore("galore_adafactor_layerwise", f"galore_adafactor{_LAYERWISE}", has_betas=False),
+    _projected("galore_adamw", "AdamW on gradients projected to a low rank"),
+    _projected("galore_adamw_8bit", "the same with states of 8 bits; needs a GPU"),
+    _projected("galore_adafactor", "Adafactor on gradients projected to a low rank", has_betas=False),
+    _projected("galore_adamw_layerwise", f"galore_adamw{_LAYERWISE}"),
+    _projected("galore_adamw_8bit_layerwise", f"galore_adamw_8bit{_LAYERWISE}"),
+    _projected("galore_adafactor_layerwise", f"galore_adafactor{_LAYERWISE}", has_betas=False),
     _torch("lomo", has_betas=False, in_backward=True, paper="2306.09782",
            says="gradient steps during the backward pass, so that no gradient is kept and no state"),
     _torch("adalomo", has_betas=False, in_backward=True, paper="2310.10195",
@@ -185,8 +179,8 @@ _ROWS = (
                paper="2405.15682", says=f"{shown} that needs no schedule: it averages its weights")
         for kind, shown in (("radam", "RAdam"), ("adamw", "AdamW"), ("sgd", "SGD"))
     ),
-    _apollo("apollo_adamw", "AdamW whose rates come from gradients projected to a low rank"),
-    _apollo("apollo_adamw_layerwise", f"apollo_adamw{_LAYERWISE}"),
+    _projected("apollo_adamw", "AdamW whose rates come from gradients projected to a low rank"),
+    _projected("apollo_adamw_layerwise", f"apollo_adamw{_LAYERWISE}"),
     _torch("stable_adamw", {"decouple_lr": False, "max_lr": float, "kahan_sum": bool},
            needs=(("optimi", "torch-optimi"),), paper="2304.13013", says="AdamW with Adafactor's clipping of updates"),
     _torch("muon", {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": ("match_rms_adamw", "original")},

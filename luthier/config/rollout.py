@@ -82,7 +82,6 @@ class RewardConfig(Section):
 
     @property
     def is_model(self) -> bool:
-        """Whether it is a reward model."""
         return self.model is not None or self.adapter is not None
 
     @property
@@ -152,7 +151,6 @@ class CodeConfig(Section):
 
     @property
     def file(self) -> Path:
-        """Where it is."""
         return Path(self.code.rpartition(":")[0]).expanduser()
 
 

@@ -92,7 +92,6 @@ def find(node: Node, path: KeyPath) -> tuple[Node, KeyPath]:
 
 
 def get(node: Node, path: KeyPath) -> Node | None:
-    """The node at ``path``, or None."""
     for step in path:
         child = _child(node, step)
         if child is None:

@@ -40,7 +40,6 @@ class Measurer:
 
     @cached_property
     def processor(self) -> MediaProcessor | None:
-        """The model's processor."""
         return self.load()
 
     def slots(self) -> MediaSlots:

@@ -60,7 +60,6 @@ class HuggingFaceEncoder:
         self._true_id = _true_ids(kept, vocab_size, tokenizer.token_to_id)
 
     def encode_flat(self, texts: Sequence[str]) -> Flat:
-        """See `TextEncoder`."""
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:
@@ -105,7 +104,6 @@ class FastokensEncoder:
             raise _failure(error, "cannot load this tokenizer") from error
 
     def encode_flat(self, texts: Sequence[str]) -> Flat:
-        """See `TextEncoder`."""
         try:
             ids, bounds = self._tokenizer.encode_batch_flat(texts)
             true_ids = self._true_id[np.frombuffer(ids, dtype="<u4")]
@@ -315,11 +313,9 @@ class RememberingEncoder:
 
     @property
     def known(self) -> dict[str, NDArray[np.int32]]:
-        """What is remembered."""
         return {**self._old, **self._young}
 
     def encode_flat(self, texts: Sequence[str]) -> Flat:
-        """See `TextEncoder`."""
         found = {text: self._recall(text) for text in texts}
         new = [text for text, ids in found.items() if ids is None]
         try:

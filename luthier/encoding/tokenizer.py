@@ -183,7 +183,6 @@ class Tokenizer:
             )
 
     def control_id(self, token: str) -> int:
-        """The id of a control token."""
         return self._ids[token]
 
     @property

@@ -44,7 +44,6 @@ def normalised(text: str) -> str:
 
 
 def is_exact(expected: str, generated: str) -> float:
-    """Letter for letter."""
     return float(expected == generated)
 
 

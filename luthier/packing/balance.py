@@ -57,7 +57,6 @@ class Balancer:
         return order, self._count(order, len(tail), costs, tokens)
 
     def state(self) -> dict[str, int]:
-        """JSON."""
         names = ("num_open", "open_cost", "open_tokens", "step_tokens")
         return {name: int(vars(self)[name]) for name in names}
 

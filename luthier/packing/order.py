@@ -112,7 +112,6 @@ class ListedOrder:
         return len(self.listed)
 
     def rows(self, start: int, stop: int) -> Ints:
-        """As in `EpochOrder`."""
         return self.listed[start:stop]
 
 

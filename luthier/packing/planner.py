@@ -78,15 +78,12 @@ class TableRows:
         self._table, self._first, self._count = table, first[by_source], counts[by_source]
 
     def segments_of(self, rows: Ints) -> tuple[Ints, Ints]:
-        """As in `RowSegments`."""
         return spread(self._first[rows], self._count[rows])
 
     def table(self, segments: Ints) -> SegmentTable:
-        """As in `RowSegments`."""
         return lines_of(self._table, segments)
 
     def whole(self) -> SegmentTable:
-        """The table."""
         return self._table
 
 
@@ -105,7 +102,6 @@ def spread(first: Ints, counts: NDArray[np.integer]) -> tuple[Ints, Ints]:
 
 
 def lines_of(table: SegmentTable, segments: Ints) -> SegmentTable:
-    """Some lines of a table."""
     columns = {field.name: getattr(table, field.name) for field in fields(table) if field.name != "source_weights"}
     return replace(table, **{name: column[segments] for name, column in columns.items() if column is not None})
 
@@ -351,11 +347,9 @@ class GrowingTable:
 
     @property
     def records(self) -> NDArray[Any]:
-        """All records so far."""
         return self._memory[: self._length]
 
     def append(self, records: NDArray[Any]) -> None:
-        """Add records at the end."""
         needed = self._length + len(records)
         if needed > len(self._memory):
             grown = np.zeros(max(needed, 2 * len(self._memory)), dtype=self._memory.dtype)

@@ -75,7 +75,6 @@ class PreparedSet:
         return self.store.read(int(self.sample_ids[row]), self.address(row))
 
     def address(self, row: int) -> Address:
-        """Where the row was read."""
         return Address(file=self.files[int(self.file_ids[row])], row=int(self.row_numbers[row]))
 
     def take(self, rows: Ints, *, ledger: Ledger) -> PreparedSet:

@@ -7,7 +7,6 @@ import gc
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Generic, Literal, Protocol, TypeVar
 
+from luthier.config.machine import usable_cores
 from luthier.errors import RowError, UserError
 from luthier.records import MediaItem, Row, Sample
 from luthier.sources import RowBytes, RowReader
@@ -92,7 +92,7 @@ def encode_chunks(
     """
     with _few_collections():
         if workers == "auto":
-            num_workers = min(_num_cores(), MOST_WORKERS)
+            num_workers = min(usable_cores(), MOST_WORKERS)
             yield from _encode_here_first(chunks, encoder, readers, num_workers, bytes_left)
         elif workers == 0:
             yield from _encode_here(chunks, encoder, readers)
@@ -194,12 +194,6 @@ def _encode_elsewhere(
         raise _worker_died(chunk if not under_way else under_way[0][0]) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _num_cores() -> int:
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))  # what this process may use, which in a container is less than there are
-    return os.cpu_count() or 1
 
 
 def _next_done(under_way: deque[tuple[Chunk[Tag], Future[list[Outcome]] | None]]) -> tuple[Tag, list[Outcome]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,8 +10,62 @@ from pathlib import Path
 
 from luthier.errors import PluginError, TemplateError
 from luthier.plugins import Table
-from luthier.presets.turn_templates import EOS, GERMAN, SAILOR, TELECHAT, XUANYUAN, turns
 from luthier.writing import counted
+
+EOS = "eos_token"  # stands for whatever the tokenizer's end-of-sequence token is
+
+# System prompts that such templates write where a conversation has none.
+GERMAN = "Du bist ein freundlicher und hilfsbereiter KI-Assistent."
+SAILOR = (
+    "You are an AI assistant named Sailor created by Sea AI Lab. Your answer should be friendly, unbiased, faithful, "
+    "informative and detailed."
+)
+TELECHAT = (
+    "你是中国电信星辰语义大模型，英文名是TeleChat，你是由中电信人工智能科技有限公司和中国电信人工智能研究院（TeleAI）"
+    "研发的人工智能助手。"
+)
+XUANYUAN = (
+    "以下是用户和人工智能助手之间的对话。用户以Human开头，人工智能助手以Assistant开头，会对人类提出的问题给出有帮助、"
+    "高质量、详细和礼貌的回答，并且总是拒绝参与与不道德、不安全、有争议、政治敏感等相关的话题、问题和指示。\n"
+)
+
+_TURNS = """{#- A system message, questions and answers, each between two texts of its own. -#}
+{%- if tools or messages | selectattr('tool_calls') | list
+    or messages | selectattr('role', 'equalto', 'tool') | list -%}
+    {{- raise_exception('the NAME format has no place for tools') -}}
+{%- endif -%}
+{%- if DEFAULT and (not messages or messages[0].role != 'system') -%}
+    {{- SYSTEM_BEGIN ~ DEFAULT ~ SYSTEM_END -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if message.role == 'system' and loop.first -%}
+        {{- SYSTEM_BEGIN -}}{{- message.content -}}{{- SYSTEM_END -}}
+    {%- elif message.role == 'user' -%}
+        {{- USER_BEGIN -}}{{- message.content -}}{{- USER_END -}}
+    {%- elif message.role == 'assistant' -%}
+        {{- ANSWER_BEGIN -}}{{- message.content -}}{{- ANSWER_END -}}
+    {%- else -%}
+        {{- raise_exception('the NAME format knows no message of role ' ~ message.role ~ ' here') -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- ANSWER_BEGIN -}}
+{%- endif -%}
+"""
+
+
+def turns(
+    name: str, *, system: tuple[str, str], user: tuple[str, str], answer: tuple[str, str], default: str = ""
+) -> str:
+    """The source of a template without tools: what stands before and behind each text. `EOS` is the tokenizer's."""
+    words = {"DEFAULT": default}
+    for role, pair in (("SYSTEM", system), ("USER", user), ("ANSWER", answer)):
+        words |= {f"{role}_BEGIN": pair[0], f"{role}_END": pair[1]}
+    source = _TURNS.replace("NAME", name)
+    for word, text in words.items():
+        source = source.replace(word, EOS if text == EOS else json.dumps(text, ensure_ascii=False))
+    return source
+
 
 # --------------------------------------------------------------------------------------------------------------------
 # The named chat templates, one row each; the template itself is ``chat_templates/NAME.jinja``.
@@ -59,6 +114,10 @@ class NamedTemplate:
     thinking: bool = False
     aliases: tuple[str, ...] = ()
     source: str = ""
+
+    def missing(self, control: Collection[str]) -> list[str]:
+        """Control tokens that it writes and that are none of a tokenizer's: they would be split, and mean nothing."""
+        return [token for token in self.tokens if token not in control]
 
 
 _CHATML = ("<|im_start|>", "<|im_end|>")
@@ -378,10 +437,9 @@ def template_facts(name: str) -> NamedTemplate | None:
 
 def named_template(name: str) -> str | None:
     """The Jinja source of the template of this name, or None if there is none."""
-    facts = template_facts(name)
-    if facts is None or facts.source:
-        return None if facts is None else facts.source
-    return (_FOLDER / f"{facts.name}.jinja").read_text(encoding="utf-8")
+    if (facts := template_facts(name)) is None:
+        return None
+    return facts.source or (_FOLDER / f"{facts.name}.jinja").read_text(encoding="utf-8")
 
 
 def stop_tokens(name: str, special_tokens: Mapping[str, str]) -> frozenset[str]:
@@ -390,18 +448,8 @@ def stop_tokens(name: str, special_tokens: Mapping[str, str]) -> frozenset[str]:
     ``special_tokens`` are the tokenizer's (``{"eos_token": "</s>"}``); a generation must stop at these tokens too.
     """
     facts = template_facts(name)
-    stops = () if facts is None else facts.stops
+    stops = facts.stops if facts else ()
     return frozenset(special_tokens.get(stop, "") if stop == EOS else stop for stop in stops) - {""}
-
-
-def missing_tokens(name: str, control: Collection[str]) -> list[str]:
-    """Control tokens that the template of this name writes and a tokenizer does not have, in the template's order.
-
-    Such a token would be split into letters and mean nothing; a missing stop token would never end an answer.
-    ``control`` are the tokenizer's control tokens, those that the run adds included.
-    """
-    facts = template_facts(name)
-    return [] if facts is None else [token for token in facts.tokens if token not in control]
 
 
 def require_tokens(name: str, *, control: Collection[str], special_tokens: Mapping[str, str], origin: str) -> None:
@@ -412,14 +460,15 @@ def require_tokens(name: str, *, control: Collection[str], special_tokens: Mappi
     facts = template_facts(name)
     if facts is None:
         return
-    missing = missing_tokens(name, control)
+    missing = facts.missing(control)
     if missing:
         listed = ", ".join(f'"{token}"' for token in missing)
+        usable = [template.name for template in named_templates() if not template.missing(control)]
         raise TemplateError(
             f"template.chat_template: {name} writes {counted(len(facts.tokens), 'control token')}, "
             f"and the tokenizer of {origin} lacks {len(missing)} of them: {', '.join(missing)}",
             hint=f"add them, with model.add_special_tokens: [{listed}], or take a template that this tokenizer has the "
-            f"tokens for: {', '.join(_usable(control))}",
+            f"tokens for: {', '.join(usable)}",
         )
     if EOS in facts.stops and EOS not in special_tokens:
         raise TemplateError(
@@ -447,7 +496,3 @@ def templates_table() -> str:
         )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _usable(control: Collection[str]) -> list[str]:
-    return [template.name for template in named_templates() if not missing_tokens(template.name, control)]

@@ -335,7 +335,6 @@ def media_of(messages: Iterable[Message]) -> tuple[Media, ...]:
 
 
 def media_of_parts(parts: Iterable[Part]) -> tuple[Media, ...]:
-    """The media among some parts."""
     return tuple(part for part in parts if isinstance(part, Image | Video | Audio))
 
 

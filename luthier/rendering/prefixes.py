@@ -54,7 +54,6 @@ class WholeRender:
 
     @classmethod
     def of(cls, recording: Recording) -> WholeRender:
-        """The same recording, indexed."""
         owners = list(recording.owner_table)
         return cls(recording, owners, {owner: number for number, owner in enumerate(owners)})
 

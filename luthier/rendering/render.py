@@ -16,7 +16,7 @@ from luthier import records
 from luthier.config.choices import RowKind
 from luthier.config.schema import HistoryRendering, TrainOn
 from luthier.errors import RowDropped, RowError, TemplateError
-from luthier.presets.named_templates import missing_tokens, named_template, named_templates, stop_tokens
+from luthier.presets.named_templates import named_template, named_templates, stop_tokens
 from luthier.rendering import other_rows
 from luthier.rendering.answers import require_answer, tags_in
 from luthier.rendering.blueprint import CONTROL_STRING, UNASKED, Blueprint, Filled, build_blueprint
@@ -324,7 +324,7 @@ class Renderer:
     def _usable(self, template: ChatTemplate) -> Iterator[str]:
         for facts in named_templates():
             source = named_template(facts.name)
-            if facts.tokens and not missing_tokens(facts.name, self.control.tokens) and source != template.source:
+            if facts.tokens and not facts.missing(self.control.tokens) and source != template.source:
                 yield facts.name
 
     def _takes(self, name: str, row: records.Conversation, template: ChatTemplate) -> bool:

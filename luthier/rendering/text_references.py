@@ -121,7 +121,6 @@ class Alphabet:
 
     @classmethod
     def empty(cls) -> Alphabet:
-        """An alphabet without letters."""
         return cls([], {})
 
     def char(self, reference: TextReference) -> str:

@@ -129,7 +129,6 @@ class Ascending:
         return len(self.lows)
 
     def at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The numbers at some places."""
         return self.lows[places].astype(np.int64) + (np.searchsorted(self.steps, places, side="right") << _HIGH_BITS)
 
     @property
@@ -160,7 +159,6 @@ class AscendingBuilder:
         self._lows += (numbers & _LOW_MASK).astype("<u4").tobytes()
 
     def finish(self) -> Ascending:
-        """All that was added."""
         steps = np.concatenate(self._steps) if self._steps else np.empty(0, np.int64)
         return Ascending(lows=np.frombuffer(self._lows, dtype="<u4"), steps=steps)
 
@@ -218,7 +216,6 @@ class LineNumbersBuilder:
             self._num_counted = int(before[-1])
 
     def finish(self) -> LineNumbers:
-        """All lines that were added."""
         none = [np.empty(0, np.int64)]
         rows, counts = np.concatenate(self._rows or none), np.concatenate(self._counts or none)
         if len(rows) * _BYTES_PER_BREAK <= 4 * self._num_rows:

@@ -86,7 +86,6 @@ class LocalFiles:
     files: tuple[DataFile, ...]
 
     def rows(self) -> Iterator[RowBytes | RowError]:
-        """All rows of all files."""
         for file in self.files:
             file.check_unchanged()
             yield from _read_file(file)
@@ -183,12 +182,10 @@ class PresetRows:
     split: str
 
     def rows(self) -> Iterator[RowBytes | RowError]:
-        """All rows of the split."""
         for row, data in enumerate(self._generate(), start=1):
             yield encode_row(data, Address(file=f"{PRESET}{self.name}[{self.split}]", row=row))
 
     def count(self) -> int:
-        """Rows of the split."""
         return sum(1 for _ in self._generate())
 
     def _generate(self) -> Iterator[dict[str, object]]:

@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -65,7 +65,6 @@ class LineRows:
 
     @property
     def path(self) -> str:
-        """The file that is read."""
         return self.file.path
 
     def digested(self) -> Iterator[bytes | memoryview]:
@@ -239,7 +238,7 @@ class RowIndex:
         return int(self._starts[-1]) if self._chosen is None else len(self._chosen)
 
     def __reduce__(self) -> tuple[Callable[..., RowIndex], tuple[object, ...]]:
-        return _restore, (self._parts, self._chosen)
+        return partial(RowIndex, chosen=self._chosen), (self._parts,)
 
     @cached_property
     def identity(self) -> str:
@@ -296,10 +295,6 @@ def index_origin(origin: Origin, spool: Path | None) -> list[IndexPart] | None:
                 return None
             rows = list(origin.rows())
             return [_ListedRows(origin=origin, num_rows=len(rows), digest=_digest(rows))]
-
-
-def _restore(parts: Sequence[IndexPart], chosen: NDArray[np.integer] | None) -> RowIndex:
-    return RowIndex(parts, chosen=chosen)
 
 
 def _index_text(file: DataFile, spool: Path | None) -> IndexPart:

@@ -58,7 +58,6 @@ class RowReader:
     layout: Layout
 
     def read(self, row: RowBytes) -> RawRow:
-        """Decode a row; raises `RowError`."""
         return decode_row(row)
 
     def convert(self, row: RawRow) -> Row:

@@ -74,7 +74,6 @@ class ShardEntry:
 
     @property
     def keys_start(self) -> int:
-        """Where the first key is."""
         return self.index_start + -self.index_start % 8
 
     @property

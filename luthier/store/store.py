@@ -304,7 +304,6 @@ class SampleStore:
 
     @property
     def num_bytes(self) -> int:
-        """What the shards take on disk."""
         return sum(entry.size for entry in self._manifest.entries)
 
     @cached_property

@@ -91,7 +91,6 @@ class OverLimit(jinja2.TemplateError):
 
     @property
     def hint(self) -> str:
-        """The way out."""
         if self.key is None:
             return "no chat template needs that; take another one (template.chat_template)"
         return f"if the template is meant to, raise template.limits.{self.key}; else take another (chat_template)"
@@ -105,7 +104,6 @@ class RenderUsage:
         self.start()
 
     def start(self) -> None:
-        """A render begins."""
         self.steps = self._looks = self._chars = self._chars_of_memory = 0
         self._began = self._memory = -1.0  # small renders are over before the first look, so they need not know
 

@@ -159,17 +159,14 @@ class TemplateCall:
 
     @property
     def given(self) -> list[Any]:
-        """All arguments."""
         return [*self.arguments, *self.named.values()]
 
     @property
     def largest(self) -> int:
-        """The largest number among the arguments."""
         return max((abs(number) for number in self.given if isinstance(number, int)), default=0)
 
     @property
     def longest(self) -> int:
-        """The length of the longest argument."""
         return max(map(size, self.given), default=0)
 
 

@@ -29,7 +29,7 @@ from luthier.config.schema import ModelConfig, SourceConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.presets.datasets import dataset_names
-from luthier.presets.named_templates import missing_tokens, template_names
+from luthier.presets.named_templates import template_facts, template_names
 from luthier.records import SAMPLES_VERSION, Row, Sample
 from luthier.sources import open_sources
 
@@ -183,7 +183,9 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     model = ModelConfig(name_or_path="preset:tiny-qwen3")
     control = Encoder(model, TemplateConfig()).tokenizer.control.tokens
     for name in template_names():
-        added = ModelConfig(name_or_path="preset:tiny-qwen3", add_special_tokens=missing_tokens(name, control))
+        facts = template_facts(name)
+        assert facts is not None
+        added = ModelConfig(name_or_path="preset:tiny-qwen3", add_special_tokens=facts.missing(control))
         options = TemplateConfig(chat_template=name, now="2026-01-02")
         yield f"template {name}", digest_of(encoded(Encoder(added, options), everything))
     for told in (

@@ -303,7 +303,7 @@ def test_results_do_not_depend_on_the_number_of_workers(tmp_path, make_config, m
 def test_auto_starts_processes_only_when_enough_is_to_be_encoded(tmp_path, make_config, monkeypatch):
     started = []
     monkeypatch.setattr(resolver, "PORTION_BYTES", 300)
-    monkeypatch.setattr(workers, "_num_cores", lambda: 2)
+    monkeypatch.setattr(workers, "usable_cores", lambda: 2)
 
     def elsewhere(chunks, encoder, readers, num_workers):
         started.append(num_workers)

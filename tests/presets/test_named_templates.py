@@ -18,7 +18,6 @@ from luthier.presets.named_templates import (
     Bos,
     NamedTemplate,
     SystemPrompt,
-    missing_tokens,
     named_template,
     require_tokens,
     stop_tokens,
@@ -459,7 +458,7 @@ def test_an_alias_is_the_same_template() -> None:
 def test_what_is_no_name_is_none() -> None:
     for name in ("", "chatmll", "chatml.jinja", "../presets/chatml", "CHATML", "{{ messages }}"):
         assert named_template(name) is None and template_facts(name) is None
-        assert stop_tokens(name, SPECIAL) == frozenset() and missing_tokens(name, ()) == []
+        assert stop_tokens(name, SPECIAL) == frozenset()
         require_tokens(name, control=(), special_tokens={}, origin="x")
 
 
@@ -467,9 +466,9 @@ def test_what_is_no_name_is_none() -> None:
 
 
 def test_missing_tokens_are_those_the_tokenizer_lacks() -> None:
-    assert missing_tokens("chatml", {"<|im_end|>", "</s>"}) == ["<|im_start|>"]
-    assert missing_tokens("gemma3", ()) == ["<start_of_turn>", "<end_of_turn>"]
-    assert missing_tokens("vicuna", ()) == []
+    assert facts_of("chatml").missing({"<|im_end|>", "</s>"}) == ["<|im_start|>"]
+    assert facts_of("gemma3").missing(()) == ["<start_of_turn>", "<end_of_turn>"]
+    assert facts_of("vicuna").missing(()) == []
 
 
 def test_a_tokenizer_without_the_tokens_is_refused_with_the_way_out() -> None:
@@ -489,7 +488,7 @@ def test_a_tokenizer_without_an_end_is_refused_where_the_end_is_needed() -> None
 
 @pytest.mark.parametrize("name", NAMES)
 def test_with_its_tokens_added_every_template_trains_a_base_model(name: str) -> None:
-    added = missing_tokens(name, load_tokenizer("preset:tiny-qwen3").control.tokens)
+    added = facts_of(name).missing(load_tokenizer("preset:tiny-qwen3").control.tokens)
     model = ModelConfig(name_or_path="preset:tiny-qwen3", add_special_tokens=added)
     encoder = Encoder(model, TemplateConfig(chat_template=name))
     tokenizer = encoder.tokenizer

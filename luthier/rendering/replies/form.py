@@ -79,7 +79,6 @@ class ReplyDelta:
 
 
 def joined(deltas: Iterable[ReplyDelta]) -> ReplyDelta:
-    """All of them as one."""
     known = list(deltas)
     return ReplyDelta(
         content="".join(delta.content for delta in known),
@@ -117,7 +116,6 @@ class Signs:
         return Signs(dict(self.known))
 
     def of(self, pieces: Iterable[Piece]) -> str:
-        """The text of some pieces."""
         return "".join(piece.text if isinstance(piece, TextPiece) else self.sign(piece.token) for piece in pieces)
 
 
