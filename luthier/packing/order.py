@@ -146,13 +146,13 @@ class RowOrder:
         sizes = np.diff(ends - np.searchsorted(self.held_out, ends), prepend=0)
         match self.mixture.by:
             case MixtureBy.EPOCHS:
-                drawn: EpochOrder = _Shuffled.of(sizes, self.mixture.weights, self.seed, number)
+                drawn: EpochOrder = _Shuffled(sizes, self.mixture.weights, self.seed, number)
             case MixtureBy.ROWS:
-                drawn = _Interleaved.of(sizes, np.ones(len(sizes)), self.mixture, self.seed, number)
+                drawn = _Interleaved(sizes, np.ones(len(sizes)), self.mixture, self.seed, number)
             case MixtureBy.TOKENS:
                 assert self.tokens_per_row is not None, "shares of tokens need the sources' mean tokens per row"
                 means = np.asarray(self.tokens_per_row, dtype=np.float64)
-                drawn = _Interleaved.of(sizes, means, self.mixture, self.seed, number)
+                drawn = _Interleaved(sizes, means, self.mixture, self.seed, number)
             case _:
                 raise AssertionError(f"unknown mixture {self.mixture.by!r}")
         return drawn if not len(self.held_out) else _PassingOver(drawn, self.held_out)
@@ -231,24 +231,16 @@ def _times_seen(sizes: Ints, weights: Sequence[float]) -> list[int]:
     return [int(weight) * size + round((weight - int(weight)) * size) for size, weight in pairs]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Shuffled:
     """Every row as often as its source's weight says, in one full shuffle. ``ends``: of the sources, in places before
     the shuffle; each has its rows over and over."""
 
-    sizes: Ints
-    firsts: Ints
-    whole: Ints  # how often each row of a source is seen, without the fraction
-    ends: Ints
-    key: tuple[int, int]
-
-    @classmethod
-    def of(cls, sizes: Ints, weights: Sequence[float], seed: int, epoch: int) -> _Shuffled:
-        whole = np.array([int(weight) for weight in weights], dtype=np.int64)
+    def __init__(self, sizes: Ints, weights: Sequence[float], *key: int) -> None:
         counts = _times_seen(sizes, weights)
         check_epoch(sum(counts), int(sizes.sum()), why="the weights say how often each row is seen")
-        ends = np.cumsum(np.array(counts, dtype=np.int64))
-        return cls(sizes=sizes, firsts=bounds_of(sizes), whole=whole, ends=ends, key=(seed, epoch))
+        self.sizes, self.firsts, self.key = sizes, bounds_of(sizes), key
+        self.whole = np.array([int(weight) for weight in weights], dtype=np.int64)  # times seen, without the fraction
+        self.ends = np.cumsum(np.array(counts, dtype=np.int64))
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -270,34 +262,16 @@ class _Shuffled:
         return self.firsts[sources] + found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Interleaved:
     """Source s gives its k-th row at the time ``(k + phase) / share``: within a row of its share at all times."""
 
-    sizes: Ints
-    firsts: Ints
-    shares: Ints
-    phases: Floats
-    counts: Ints
-    end: float
-    key: tuple[int, int]
-
-    @classmethod
-    def of(cls, sizes: Ints, means: Floats, mixture: MixtureSettings, seed: int, epoch: int) -> _Interleaved:
-        shares = _shares(sizes, mixture, means)
-        phases = _phases(len(sizes), seed)
-        end = _end(sizes, shares, phases, mixture.stop)
-        _check_length(end, sizes, shares)
-        counts = _rows_until(end, shares, phases)
-        return cls(
-            sizes=sizes,
-            firsts=bounds_of(sizes),
-            shares=shares,
-            phases=phases,
-            counts=counts,
-            end=end,
-            key=(seed, epoch),
-        )
+    def __init__(self, sizes: Ints, means: Floats, mixture: MixtureSettings, seed: int, epoch: int) -> None:
+        self.sizes, self.firsts, self.key = sizes, bounds_of(sizes), (seed, epoch)
+        self.shares = _shares(sizes, mixture, means)
+        self.phases = _phases(len(sizes), seed)
+        self.end = _end(sizes, self.shares, self.phases, mixture.stop)
+        _check_length(self.end, sizes, self.shares)
+        self.counts = _rows_until(self.end, self.shares, self.phases)
 
     def __len__(self) -> int:
         return int(self.counts.sum())
