@@ -8,11 +8,11 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from enum import Enum
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
+import regex  # which knows scripts, and can be told how long it may search
 
 from luthier.errors import UserError
 from luthier.metrics.bootstrap import ScoreOf, Sums
@@ -98,11 +98,15 @@ def _is_a_word(letter: re.Match[str]) -> bool:
 # Words
 
 
-# Beginnings of the Unicode names of letters whose scripts put no blanks between words.
+# Scripts that put no blanks between words; the sign for a long vowel belongs to two of them.
 _UNSPACED = (
-    "CJK UNIFIED", "CJK COMPATIBILITY", "HIRAGANA", "KATAKANA", "IDEOGRAPHIC", "BOPOMOFO", "YI SYLLABLE", "THAI", "LAO",
-    "KHMER", "MYANMAR", "TAI LE", "NEW TAI LUE", "TAI THAM", "TAI VIET", "JAVANESE", "BALINESE", "TIBETAN",
-)  # fmt: skip
+    r"[[\p{L}\p{N}]&&[\p{Han}\p{Hiragana}\p{Katakana}ー\p{Bopomofo}\p{Yi}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tai_Le}"
+    r"\p{New_Tai_Lue}\p{Tai_Tham}\p{Tai_Viet}\p{Javanese}\p{Balinese}\p{Tibetan}]]"
+)
+_UNSPACED_LETTER = regex.compile(rf"(?V1){_UNSPACED}")
+_WORD = regex.compile(rf"(?V1){_UNSPACED}\p{{M}}*|[[\p{{L}}\p{{N}}\p{{M}}]--{_UNSPACED}]+")
+_ASCII_WORD = re.compile("[a-z0-9]+")
+_UNSEEN = regex.compile(r"\p{Cf}+")  # joiners inside of words
 
 
 def words(text: str) -> list[str]:
@@ -112,45 +116,13 @@ def words(text: str) -> list[str]:
     """
     if text.isascii():  # the same, sooner
         return _ASCII_WORD.findall(text.lower())
-    found: list[str] = []
-    before = _Letter.OTHER  # what the letter before is, as far as the next one may join it
-    for letter in unicodedata.normalize("NFKC", text).casefold():
-        kind = _kind(letter)
-        if kind is _Letter.UNSEEN:
-            continue
-        joins = (
-            before in (_Letter.SPACED, _Letter.UNSPACED) if kind is _Letter.MARK else kind is before is _Letter.SPACED
-        )
-        if joins:
-            found[-1] += letter
-        elif kind is not _Letter.OTHER:
-            found.append(letter)
-        before = before if kind is _Letter.MARK and joins else _Letter.SPACED if kind is _Letter.MARK else kind
+    found: list[str] = _WORD.findall(_UNSEEN.sub("", unicodedata.normalize("NFKC", text).casefold()))
     return found
-
-
-_ASCII_WORD = re.compile("[a-z0-9]+")
-
-
-class _Letter(Enum):
-    SPACED, UNSPACED, MARK, UNSEEN, OTHER = range(5)
-
-
-@lru_cache(maxsize=2**16)
-def _kind(letter: str) -> _Letter:
-    category = unicodedata.category(letter)
-    if category == "Cf":  # joiners inside of words
-        return _Letter.UNSEEN
-    if category.startswith("M"):
-        return _Letter.MARK
-    if not category.startswith(("L", "N")):
-        return _Letter.OTHER
-    return _Letter.UNSPACED if unicodedata.name(letter, "").startswith(_UNSPACED) else _Letter.SPACED
 
 
 def is_unspaced(letter: str) -> bool:
     """Whether a letter is of a script that puts no blanks between words."""
-    return _kind(letter) is _Letter.UNSPACED
+    return _UNSPACED_LETTER.fullmatch(letter) is not None
 
 
 class _Splitter:
@@ -220,8 +192,6 @@ def by_pattern(pattern: str) -> OfRow:
 
     Raises `UserError` for a pattern that is none, and for one that needs more than `PATTERN_SECONDS` for a text.
     """
-    import regex  # which can be told how long it may search
-
     try:
         compiled = regex.compile(pattern)
     except regex.error as error:

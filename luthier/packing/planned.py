@@ -101,10 +101,13 @@ _OF_MEMBERS = ("segment_ids", "starts", "stops", "held")
 
 def join(parts: Sequence[Planned]) -> Planned:
     """One after the other; at least one."""
-    columns = {name: [column for part in parts if (column := getattr(part, name)) is not None] for name in _OF_MEMBERS}
+    columns: dict[str, Any] = {}
+    for name in _OF_MEMBERS:
+        found = [column for part in parts if (column := getattr(part, name)) is not None]
+        columns[name] = np.concatenate(found) if found else None
     before = bounds_of([len(part) for part in parts])[:-1]
     return Planned(
-        **{name: np.concatenate(found) if found else None for name, found in columns.items()},
+        **columns,
         pack_bounds=_joined_bounds([part.pack_bounds for part in parts]),
         batch_bounds=_joined_bounds([part.batch_bounds for part in parts]),
         step_ends=np.concatenate([part.step_ends + first for part, first in zip(parts, before, strict=True)]),

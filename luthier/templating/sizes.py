@@ -279,10 +279,6 @@ def _invented(_: RenderUsage, call: TemplateCall) -> int:
     return 20 * math.prod([5, 100, *numbers])
 
 
-def _made_bytes(_: RenderUsage, call: TemplateCall) -> int:
-    return call.largest
-
-
 def _format(_: RenderUsage, call: TemplateCall) -> int:
     return _formatted(call.value, call.given)
 
@@ -316,7 +312,7 @@ METHOD_RULES: Mapping[str, Callable[[RenderUsage, TemplateCall], int]] = {
     "split": _split,
     "splitlines": _split_lines,
     "strftime": _timed,
-    "to_bytes": _made_bytes,
+    "to_bytes": lambda _, call: call.largest,
     "translate": _translated,
     "zfill": _padded,
 }

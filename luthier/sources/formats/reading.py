@@ -16,11 +16,30 @@ import msgspec
 
 from luthier.config.choices import SameRole, TrainOn
 from luthier.errors import RowError
-from luthier.records import BLANK_ANSWER, Address, Conversation, Feedback, Message, Preference, Text, Thinking, ToolCall
+from luthier.records import (
+    BLANK_ANSWER,
+    Address,
+    Conversation,
+    Document,
+    Feedback,
+    Message,
+    Part,
+    Preference,
+    Text,
+    Thinking,
+    ToolCall,
+)
 from luthier.sources.formats.layout import Layout
 from luthier.sources.formats.media import COLUMN_OF_KIND, FindSlots, MediaQueue, read_column
 from luthier.sources.formats.targets import read_weight
-from luthier.sources.formats.turns import check_tool_results, read_message, read_messages, read_tools, split_thinking
+from luthier.sources.formats.turns import (
+    check_tool_results,
+    read_message,
+    read_messages,
+    read_tools,
+    read_transcript,
+    split_thinking,
+)
 from luthier.sources.rows import RawRow, decode_text, json_kind, refuse_unreadable
 
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")
@@ -88,18 +107,17 @@ class Reading:
 
     def messages(self, name: str, media: MediaQueue | None = None) -> list[Message]:
         """The list of messages in our column ``name``."""
-        queue = self.media if media is None else media
-        return read_messages(self.column(name), field=self.field(name), tags=self.layout.tags, media=queue)
+        tags, queue = self.layout.tags, media or self.media
+        return read_messages(self.column(name), field=self.field(name), tags=tags, media=queue)
 
     def continuation(self, name: str, media: MediaQueue | None = None) -> list[Message]:
         """What an assistant says, in our column ``name``: text, one message, or a list of messages."""
-        value = self.column(name)
+        value, media = self.column(name), media or self.media
         if type(value) is str and not _is_message_list(value):
             return self._transcript(value, media) or [self._answer(value)]
         if type(value) is dict:
-            queue = self.media if media is None else media
             try:
-                return [read_message(value, tags=self.layout.tags, media=queue)]
+                return [read_message(value, tags=self.layout.tags, media=media)]
             except RowError as error:
                 raise error.inside(self.field(name)) from None
         return self.messages(name, media)
@@ -184,6 +202,17 @@ class Reading:
         except RowError as error:
             hint = f"; if {field!r} is not a weight of the loss; name a column that is: columns: {{weight: …}}"
             raise RowError(error.reason, error.detail + hint, field=field) from None
+
+    def document(self, parts: Sequence[Part]) -> Document:
+        """The text, its media checked."""
+        self.media.finish()
+        return Document(
+            parts=tuple(parts),
+            address=self.address,
+            rules=self.layout.rules,
+            weight=self.weight(),
+            rendered=self.layout.rendered,
+        )
 
     def conversation(self, messages: Sequence[Message]) -> Conversation:
         """The conversation, its tools and media checked, its odd turns settled."""
@@ -287,13 +316,12 @@ class Reading:
     def _answer(self, text: str) -> Message:
         return Message(role="assistant", parts=tuple(split_thinking(text, self.layout.tags.thinking)))
 
-    def _transcript(self, text: str, media: MediaQueue | None) -> list[Message]:
+    def _transcript(self, text: str, media: MediaQueue) -> list[Message]:
         """The turns of a dialogue in one text; none if it is an answer, as it is wherever the row has its question."""
         if any(map(self.has, ("prompt", "query", "messages"))):
             return []
-        queue = self.media if media is None else media
         return [
-            self._answer(said) if role == "assistant" else Message(role=role, parts=tuple(queue.split(said)))
+            self._answer(said) if role == "assistant" else Message(role=role, parts=tuple(media.split(said)))
             for role, said in read_transcript(text)
         ]
 
@@ -372,7 +400,8 @@ def settle_turns(messages: Sequence[Message], policy: SameRole) -> tuple[Sequenc
     """
     messages, found = _settle_pairs(messages, policy, "messages")
     notes = list(found)
-    if _begins_with_the_assistant(messages):
+    first = next((message.role for message in messages if message.role != "system"), "")
+    if first == "assistant":  # the template says what becomes of it: it is learned where some prompt leads to it
         notes.append((_FIRST, 1))
     num_blank = sum(message.is_blank_answer for message in messages)
     if num_blank:
@@ -408,11 +437,6 @@ def _check_seam(policy: SameRole, name: str) -> None:
     if policy is not SameRole.KEEP:
         detail = f"two assistant messages in a row, the prompt's last and this, and data.same_role is {policy.value}"
         raise RowError("same_role", detail, field=name)
-
-
-def _begins_with_the_assistant(messages: Sequence[Message]) -> bool:
-    """What the run makes of it is for the template to say: it is learned where some prompt leads to it."""
-    return next((message.role for message in messages if message.role != "system"), "") == "assistant"
 
 
 def _settle_pairs(messages: Sequence[Message], policy: SameRole, name: str) -> tuple[Sequence[Message], Notes]:
@@ -471,23 +495,3 @@ def _joined(first: Message, second: Message) -> tuple[Text | Thinking | ToolCall
 def _cannot_merge(role: str, field: str, why: str) -> RowError:
     detail = f"two {role} messages in a row cannot be merged (data.same_role: merge): {why}"
     return RowError("same_role", detail, field=field)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Dialogues in one text, as HH-RLHF has them: ``"\n\nHuman: Hi\n\nAssistant: Hello!"``.
-
-
-_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
-_ROLES = {"Human": "user", "Assistant": "assistant"}
-
-
-def read_transcript(text: str) -> list[tuple[str, str]]:
-    """``(role, text)`` of each turn; empty for a text that does not begin with what a human says.
-
-    White space around a turn's text belongs to the form and is left out.
-    """
-    marks = list(_TURN.finditer(text))
-    if not marks or marks[0].start() > 0 or marks[0][1] != "Human":
-        return []
-    ends = [*(mark.start() for mark in marks[1:]), len(text)]
-    return [(_ROLES[mark[1]], text[mark.end() : end].strip()) for mark, end in zip(marks, ends, strict=True)]

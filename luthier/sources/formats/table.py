@@ -86,14 +86,7 @@ def convert_text(reading: Reading) -> Document:
     learned = reading.layout.train_on == "all"
     context = [replace(part, train=learned) if isinstance(part, Text) else part for part in before]
     parts = mark_spans(reading.media.split(text), spans)
-    reading.media.finish()
-    return Document(
-        parts=(*context, *parts),
-        address=reading.address,
-        rules=reading.layout.rules,
-        weight=reading.weight(),
-        rendered=reading.layout.rendered,
-    )
+    return reading.document((*context, *parts))
 
 
 def _labelled(reading: Reading, pieces: list[object]) -> Document:
@@ -108,11 +101,7 @@ def _labelled(reading: Reading, pieces: list[object]) -> Document:
         parts += [replace(part, train=label) if isinstance(part, Text) else part for part in found]
     if not any(isinstance(part, Text) for part in parts):
         raise RowError("empty_text", "nothing to learn", field=reading.field("text"))
-    reading.media.finish()
-    return Document(
-        parts=tuple(parts), address=reading.address, rules=reading.layout.rules, weight=reading.weight(),
-        rendered=reading.layout.rendered,
-    )  # fmt: skip
+    return reading.document(parts)
 
 
 def convert_preference(reading: Reading) -> Preference:
@@ -154,11 +143,7 @@ def _rendered_pair(reading: Reading) -> Row:
     """Prompt and completion as some template rendered them: put together as they are, only the completion learned."""
     if not all(isinstance(reading.column(name), str) for name in ("prompt", "response")):
         return _answered(reading, mark_prompt=True)
-    parts = (Text(text=reading.text("prompt"), train=False), Text(text=reading.text("response")))
-    reading.media.finish()
-    return Document(
-        parts=parts, address=reading.address, rules=reading.layout.rules, weight=reading.weight(), rendered=True
-    )
+    return reading.document([Text(text=reading.text("prompt"), train=False), Text(text=reading.text("response"))])
 
 
 def _answered(reading: Reading, *, mark_prompt: bool) -> Conversation:
@@ -352,36 +337,24 @@ _PAIR = {
     "rejected": ("rejected", "rejected_messages"),
     "margin": ("margin",),
 }
-_LABEL = {"kto_tag": ("kto_tag",)}
+_ANSWERED = {**_SHARED, **_LOSS, **_PAIR, "kto_tag": ("kto_tag",)}  # by a conversation, a pair or with a verdict
 _ALPACA = {"prompt": ("instruction",), "query": ("input", "context"), "history": ("history",)}
 
 _ROWS: Mapping[str, FormatRule] = {
     Format.SHAREGPT: FormatRule(
-        columns={
-            "messages": ("conversations", "messages", "conversation"),
-            **_SHARED,
-            **_LOSS,
-            **_PAIR,
-            "kto_tag": ("kto_tag",),
-        },
+        columns={"messages": ("conversations", "messages", "conversation"), **_ANSWERED},
         needs=(("messages",),),
         convert=convert_messages,
         role_key="from",
         content_key="value",
     ),
     Format.MESSAGES: FormatRule(
-        columns={
-            "messages": ("messages", "conversations", "conversation"),
-            **_SHARED,
-            **_LOSS,
-            **_PAIR,
-            "kto_tag": ("kto_tag",),
-        },
+        columns={"messages": ("messages", "conversations", "conversation"), **_ANSWERED},
         needs=(("messages",),),
         convert=convert_messages,
     ),
     Format.ALPACA: FormatRule(
-        columns={**_ALPACA, "response": ("output", "response"), **_SHARED, **_LOSS, **_PAIR, **_LABEL},
+        columns={**_ALPACA, "response": ("output", "response"), **_ANSWERED},
         needs=(("prompt", "response"), ("prompt", "chosen", "rejected")),
         convert=convert_alpaca,
     ),

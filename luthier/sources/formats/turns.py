@@ -7,6 +7,7 @@ v1 (``{"type", "value"}`` parts, ``loss_weight``): they differ in the names of t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -418,3 +419,23 @@ def _lone_closing(text: str, opening: str, closing: str) -> int:
     is_only = opening not in text and closing not in text[after:]
     begins_line = place == 0 or text[place - 1] == "\n"
     return place if is_only and begins_line and text[after : after + 1] in ("", "\n") else -1
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Dialogues in one text, as HH-RLHF has them: ``"\n\nHuman: Hi\n\nAssistant: Hello!"``.
+
+
+_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+def read_transcript(text: str) -> list[tuple[str, str]]:
+    """``(role, text)`` of each turn; empty for a text that does not begin with what a human says.
+
+    White space around a turn's text belongs to the form and is left out.
+    """
+    marks = list(_TURN.finditer(text))
+    if not marks or marks[0].start() > 0 or marks[0][1] != "Human":
+        return []
+    ends = [*(mark.start() for mark in marks[1:]), len(text)]
+    return [(_ROLES[mark[1]], text[mark.end() : end].strip()) for mark, end in zip(marks, ends, strict=True)]
