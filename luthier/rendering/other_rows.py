@@ -35,6 +35,7 @@ from luthier.records import (
 from luthier.rendering.blueprint import Filled, PreferenceData
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.messages import MediaSlots, kind_of_media
+from luthier.rendering.openings import common_length
 from luthier.rendering.paths import (
     Path,
     ended_by_next_turn,
@@ -369,14 +370,14 @@ def _seam(history: RowHistory, recording: Recording, context: Context | None, in
     if context is not None and recording.sketch.startswith(context.recording.sketch[: context.seam]):
         return context.seam
     asked = history.recording(index, generation_prompt=True).sketch
-    header = asked[_common(asked, history.recording(index).sketch) :]
+    header = asked[common_length(asked, history.recording(index).sketch) :]
     begin, end = _between(recording, index)
     if not header:
         return recording.stretches[index].begin
     best = 0, begin
     for place in range(begin, end):
         if recording.sketch[place] == header[:1]:
-            length = _whole_marks(header, _common(header, recording.sketch[place:]))
+            length = _whole_marks(header, common_length(header, recording.sketch[place:]))
             best = max(best, (length, place))
     length, place = best
     if not header[:length].strip():
@@ -405,11 +406,6 @@ def _is_in_order(recording: Recording) -> bool:
     """Whether each message ends behind those before it."""
     ends = [stretch.content_end for _, stretch in sorted(recording.stretches.items(), key=itemgetter(0))]
     return ends == sorted(ends)
-
-
-def _common(one: str, other: str) -> int:
-    """``_common("abc", "abd") -> 2``"""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _whole_marks(header: str, length: int) -> int:

@@ -129,7 +129,7 @@ class Renderer:
         if self.template is None:
             raise RowError("no_template", "a conversation needs a chat template; set template.chat_template")
         if media and self.template.slots is not slots:
-            self.template = self.template.with_slots(slots)
+            self.template = self.template.changed(slots=slots)
         return self.template
 
     def _compared(self, row: other_rows.ComparedRow) -> Filled:

@@ -150,13 +150,19 @@ class ChatTemplate:
         self._recorded = self._environment.compiled(source)
         self._plain = self._plain_environment.compiled(source)
 
-    def changed(self, *, source: str | None = None, kwargs: Mapping[str, object] | None = None) -> ChatTemplate:
-        """The same template with another text, or with other variables of the user's."""
+    def changed(
+        self,
+        *,
+        source: str | None = None,
+        kwargs: Mapping[str, object] | None = None,
+        slots: MediaSlots | None = None,
+    ) -> ChatTemplate:
+        """The same template with another text, other variables of the user's, or for a model that takes media."""
         return ChatTemplate(
             self.source if source is None else source,
             special_tokens=self.special_tokens,
             kwargs=self.kwargs if kwargs is None else kwargs,
-            slots=self.slots,
+            slots=slots or self.slots,
             settings=self.settings,
         )
 
@@ -217,12 +223,6 @@ class ChatTemplate:
         """How messages are given to it: media of the kinds that it does not take as parts are written into the text."""
         inline = {kind: text for kind, text in self.slots.inline.items() if not self._takes(kind)}
         return MessageForm(content=self.content_form, inline=inline)
-
-    def with_slots(self, slots: MediaSlots) -> ChatTemplate:
-        """The same template for a model that takes media."""
-        return ChatTemplate(
-            self.source, special_tokens=self.special_tokens, kwargs=self.kwargs, slots=slots, settings=self.settings
-        )
 
     @functools.cached_property
     def fingerprint(self) -> str:
