@@ -253,7 +253,7 @@ class _Feeding:
         self.encoder = encoder
         train_indexes, eval_indexes = self._indexes(train), self._indexes(evaluation)
         sizes = tuple(len(index) for index in train_indexes)
-        with self.quarantine:
+        with closing(self.quarantine):
             if evaluation:
                 everything = np.arange(sum(map(len, eval_indexes)), dtype=np.int64)
                 self._resolve("eval", evaluation, eval_indexes, _cut_up(everything))
