@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from luthier.config.schema import RunConfig
     from luthier.encoding.tokenizer import Tokenizer
 
 UTILISATION = 0.4  # of a data sheet's peak: what well-kept training of dense models reaches
