@@ -73,6 +73,10 @@ def _new_tokens(draft: Draft) -> Iterator[Problem]:
         if token not in added:
             what = f"{token} is described, and neither model.add_tokens nor model.add_special_tokens adds it"
             yield draft.problem(f"model.token_descriptions.{token}", what, "add it, or remove its description")
+    for token in model.add_special_tokens:
+        if token in model.add_tokens:
+            what = f"{token} is to be a control token, and an ordinary one by {draft.cite('model.add_tokens')}"
+            yield draft.problem("model.add_special_tokens", what, "name it in one of the two")
     if model.new_token_noise and not added:
         what = "no token is added whose row could have noise"
         yield draft.problem("model.new_token_noise", what, "add tokens by model.add_tokens, or remove the key")
@@ -241,6 +245,14 @@ def _decay(draft: Draft) -> Iterator[Problem]:
             f"{taken:.3g} of it ({draft.cite('train.learning_rate')}): nothing is left"
         )
         yield draft.problem("train.weight_decay", what, "0.01 to 0.1 is usual")
+
+
+def _half_weights(draft: Draft) -> Iterator[Problem]:
+    """float16 has 11 bits: a weight of 1 changes by 1e-3 or not at all, and a loss scaler takes no such gradients."""
+    kind, adapter = draft.config.model.dtype, draft.config.adapter.type
+    if kind == "float16" and not adapter.is_beside:
+        what = f"weights in float16 round most updates away, and {draft.cite('adapter.type')} is {adapter}"
+        yield draft.problem("model.dtype", what, "set model.dtype: float32 or bfloat16, or adapter.type: lora")
 
 
 def _step_size(draft: Draft) -> Iterator[Problem]:
@@ -448,6 +460,7 @@ _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("train.warmup_steps", "train.max_steps"), _steps),
     (("train.pad_to_multiple_of", "data.max_length", "objective.name"), _padding),
     (("train.weight_decay", "train.learning_rate"), _decay),
+    (("model.dtype", "adapter.type"), _half_weights),
     (("train.tokens_per_step", "train.gradient_accumulation_steps"), _step_size),
     (("train.packing", "objective.name"), _splitting),
     (("data.overflow", "template.history"), _shortening),

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from luthier import errors
-from luthier.config.choices import MixtureBy, Packing, Strategy
+from luthier.config.choices import Format, MixtureBy, Packing, Strategy
 from luthier.config.explain import explain
 from luthier.config.inputs import SourceConfig
 from luthier.config.optimizers import OPTIMIZERS
@@ -221,13 +221,15 @@ _TABLES = re.compile(r"\.(jsonl?|parquet|arrow|ya?ml)(\.(gz|zst|bz2|xz))?$", re.
 _LINES = re.compile(r"\.(txt|md|text)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE)
 _CELLS = re.compile(r"\.(csv|tsv)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE)
 _OF_THE_HUB = ("subset", "revision", "streaming")
+_OF_MESSAGES = ("tags", "train_on", "thinking", "thinking_tags", "drop_system", "same_role")
+_OF_MESSAGES_IN_RUN = ("train_on", "default_system", "history")
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 
 
 def unread_settings(draft: Draft) -> list[str]:
     """One sentence for each key that was written and that this run does not read; it names what makes it so."""
-    checks = (_evaluation, _saving, _preparing, _steps, _schedule, _optimizer, _model, _tracking)
+    checks = (_evaluation, _saving, _preparing, _texts, _steps, _schedule, _optimizer, _model, _tracking)
     found = [(key, why) for check in checks for key, why in check(draft) if draft.given(key)]
     for section, sources in (("data.train", draft.config.data.train), ("data.eval", draft.config.data.eval)):
         for index, source in enumerate(sources):
@@ -262,6 +264,10 @@ def _saving(draft: Draft) -> Iterator[tuple[str, str]]:
     output = draft.config.output
     if output.save_strategy is not Strategy.STEPS:
         yield "output.save_steps", f"{draft.cite('output.save_strategy')} is {output.save_strategy}"
+    if output.save_strategy is Strategy.NO:
+        yield "output.save_total_limit", f"{draft.cite('output.save_strategy')} is no"
+    if output.overwrite:
+        yield "output.resume", f"{draft.cite('output.overwrite')} is true, so the run begins anew"
 
 
 def _preparing(draft: Draft) -> Iterator[tuple[str, str]]:
@@ -272,6 +278,24 @@ def _preparing(draft: Draft) -> Iterator[tuple[str, str]]:
         yield "data.prepare", f"{draft.cite('train.packing')} is {config.train.packing}, which plans all rows at once"
     elif config.data.mixture.by is MixtureBy.TOKENS:
         yield "data.prepare", f"{draft.cite('data.mixture.by')} is tokens, and their shares need the length of all rows"
+
+
+def _texts(draft: Draft) -> Iterator[tuple[str, str]]:
+    """What is about messages where all rows are known to be plain text, and the reverse."""
+    sources = (*draft.config.data.train, *draft.config.data.eval)
+    if not sources or draft.config.data.use or draft.config.data.eval_use:
+        return
+    if all(map(_is_text, sources)):
+        for key in _OF_MESSAGES_IN_RUN:
+            yield f"template.{key}", "all rows are plain text, without messages"
+    if not any(source.format is Format.AUTO or _is_text(source) for source in sources):
+        yield "data.document_end", "no rows are plain text"
+
+
+def _is_text(source: SourceConfig) -> bool:
+    """Whether the rows of a data set are known to be plain text before they are looked at."""
+    is_file_of_text = bool(_LINES.search(source.path.partition("#")[0]))
+    return source.format is Format.TEXT or (source.format is Format.AUTO and is_file_of_text)
 
 
 def _steps(draft: Draft) -> Iterator[tuple[str, str]]:
@@ -308,6 +332,11 @@ def _tracking(draft: Draft) -> Iterator[tuple[str, str]]:
 
 
 def _source(source: SourceConfig) -> Iterator[tuple[str, str]]:
+    if _is_text(source):
+        for key in _OF_MESSAGES:
+            yield key, "its rows are plain text, without messages"
+    elif source.format is not Format.AUTO:
+        yield "prompt_format", f"it is about plain text, and the rows are of format {source.format}"
     if source.path.startswith(("hub:", "modelscope:", "preset:")):
         return
     path = source.path.partition("#")[0]

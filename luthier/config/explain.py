@@ -8,6 +8,7 @@ import functools
 import math
 import re
 import tomllib
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ _EXAMPLES = {
 _FILLS = frozenset({"name_or_path", "path", "train", "use"})  # keys that a required section is there for
 _YES = frozenset({"yes", "on", "y", "true", "1"})
 _NO = frozenset({"no", "off", "n", "false", "0", "none"})
+_INVISIBLE = frozenset({"Cc", "Cf", "Zl", "Zp", "Zs"})  # categories of characters: controls, marks and spaces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,15 +96,22 @@ def _missing(path: KeyPath, tree: Node, name: str) -> Explained:
 def _unknown(path: KeyPath, tree: Node) -> Explained:
     node, _ = find(tree, path)
     section, key = path[:-1], str(path[-1])
-    hint, meant = _what_was_meant(section, key, plain(node))
-    place = f"the section {show_path(section)} has no such key" if section else "there is no such section or key"
+    odd = sorted({char for char in key if not char.isascii()})
+    typed = "".join(char for char in key if unicodedata.category(char) not in _INVISIBLE).strip()
+    hint, meant = _what_was_meant(section, typed if odd else key, plain(node))
+    what = f"the section {show_path(section)} has no such key" if section else "there is no such section or key"
+    if odd:  # an invisible character, or one that only looks like a letter of a key
+        shown = (f"U+{ord(char):04X} ({unicodedata.name(char, 'without a name').lower()})" for char in odd)
+        what, hint = f"{what}: it holds {', '.join(shown)}", f"{hint}; type the key anew, keys are of plain letters"
     return Explained(
-        problem=Problem(where=str(node.where), key=show_path(path), what=place, hint=hint), path=path, meant=meant
+        problem=Problem(where=str(node.where), key=show_path(path), what=what, hint=hint), path=path, meant=meant
     )
 
 
 def _what_was_meant(section: KeyPath, key: str, value: object) -> tuple[str, KeyPath | None]:
     here = known_keys(section)
+    if key in here:
+        return f"did you mean {key}?", (*section, key)
     if "." in key and key in all_keys():
         head, tail = key.split(".", 1)
         return f"nest it: write {tail} below {head}:", parse_path(key)

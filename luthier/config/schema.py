@@ -423,6 +423,10 @@ class ExportConfig(Section):
     def _quantized_once(self) -> Self:
         if self.quantize is not None and self.format != "hf":
             raise ValueError(f"quantize: {self.quantize} is for format hf; a GGUF file has outtype: q8_0 instead")
+        if self.outtype != "bf16" and self.format != "gguf":
+            raise ValueError(f"outtype: {self.outtype} is of weights in GGUF files; set format: gguf, or dtype")
+        if self.public and self.push is None:
+            raise ValueError("public is about the repository that push names; set push: NAME/MODEL")
         if self.modelfile and self.format != "gguf":
             raise ValueError("modelfile: Ollama reads GGUF files; set format: gguf")
         if self.pre_tokenizer is not None and self.format != "gguf":

@@ -132,6 +132,11 @@ def _in_words(fault: Fault, source: str) -> tuple[str, str]:
         return f"the quote that opens on {began} is never closed", "close it on the same line"
     if "unknown escape" in said or "escape sequence" in said or "expected escape" in said:
         return "a backslash in double quotes begins an escape, and this is none", "use single quotes: 'C:\\data'"
+    if "flow node" in said and "stream end" in said:
+        return (
+            "the file ends where a value is expected, and a { or [ is not closed",
+            "write the value, and close all brackets",
+        )
     if "flow sequence" in said or "flow mapping" in said:
         bracket = "[" if "flow sequence" in said else "{"
         if "${" in source:

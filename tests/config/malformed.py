@@ -182,6 +182,23 @@ VALUES = [
         ("run.yaml:3 data2: ", "data"),
         ("run.yaml:4 adapter.type: ", "did you mean lora?"),
     ),
+    _with("key_with_a_mark", "train: {max_steps\u200b: 1}", ("run.yaml:3 train.max_", "U+200B", "max_steps?", "anew")),
+    _with("key_of_letters_alike", "tr\u0430in: {max_steps: 1}", ("run.yaml:3 tr", "U+0430 (cyrillic", "train?")),
+    _with("key_turned_around", 'train: {"\u202emax_steps": 1}', ("run.yaml:3 train.", "U+202E", "max_steps?")),
+    _with("ends_before_a_value", "train: {max_steps: ", ("run.yaml:4: ", "file ends", "not closed", "close all")),
+    _with("export_of_another_form", "export: {outtype: f16}", ("run.yaml:3 export: ", "GGUF", "format: gguf")),
+    _with("public_nowhere", "export: {public: true}", ("run.yaml:3 export: ", "push: NAME/MODEL")),
+    _case(
+        "half_weights",
+        "model: {name_or_path: preset:tiny-qwen3, dtype: float16}\ndata: {train: rows.jsonl}\n",
+        ("run.yaml:1 model.dtype: ", "float16", "adapter.type (default) is full", "adapter.type: lora"),
+    ),
+    _case(
+        "token_of_two_kinds",
+        "model: {name_or_path: preset:tiny-qwen3, add_tokens: [<x>], add_special_tokens: [<x>]}\n"
+        "data: {train: rows.jsonl}\n",
+        ("run.yaml:1 model.add_special_tokens", "<x>", "model.add_tokens (line 1)", "one of the two"),
+    ),
     _with("enum_far", "adapter: qqq", ("run.yaml:3 adapter.type: ", "full, freeze, lora, oft")),
     _with("bool_for_enum", "train: {packing: true}", ("run.yaml:3 train.packing: ", "none, best_fit")),
     _with("optim", "train: {optim: adamw}", ("run.yaml:3 train.optim: ", "did you mean adamw_torch?", "44")),

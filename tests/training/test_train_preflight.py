@@ -394,6 +394,21 @@ UNREAD = {
     "data.train[0].subset": ["data.train=[{path: rows.jsonl, subset: en}]"],
     "data.train[0].documents": ["data.train=[{path: rows.jsonl, documents: file}]"],
     "data.train[0].separator": ["data.train=[{path: rows.jsonl, separator: ';'}]"],
+    "data.train[0].drop_system": ["data.train=[{path: rows.txt, drop_system: true}]", "objective=pt"],
+    "data.train[0].same_role": ["data.train=[{path: rows.jsonl, format: text, same_role: merge}]", "objective=pt"],
+    "data.train[0].prompt_format": ["data.train=[{path: rows.jsonl, format: messages, prompt_format: 'Q: {q}'}]"],
+    "data.document_end": ["data.train=[{path: rows.jsonl, format: messages}]", "data.document_end=none"],
+    "template.history": ["data.train=rows.txt", "objective=pt", "template.history=one_rendering"],
+    "output.save_total_limit": ["output.save_total_limit=2", "output.save_strategy=no"],
+    "output.resume": ["output.resume=auto", "output.overwrite=true"],
+}
+READ = {
+    "data.document_end": ["data.train=[{path: rows.jsonl, format: messages}, rows.txt]", "data.document_end=none"],
+    "data.train[0].drop_system": ["data.train=[{path: rows.jsonl, drop_system: true}]"],
+    "data.train[0].prompt_format": ["data.train=[{path: rows.jsonl, format: text, prompt_format: 'Q: {q}'}]"],
+    "template.history": ["data.train=[rows.txt, rows.jsonl]", "template.history=one_rendering"],
+    "output.save_total_limit": ["output.save_total_limit=2", "output.save_strategy=epoch"],
+    "output.resume": ["output.resume=auto"],
 }
 
 
@@ -402,8 +417,16 @@ def test_a_setting_that_another_makes_meaningless_is_told(
     key: str, described: Callable[..., Draft], tmp_path: Path
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    (tmp_path / "rows.txt").write_text("a line\n")
     (note,) = unread_settings(described(*UNREAD[key]))
     assert note.startswith(f"{key} (") and " is not read: " in note
+
+
+@pytest.mark.parametrize("key", READ)
+def test_a_setting_that_is_read_is_not_told(key: str, described: Callable[..., Draft], tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    (tmp_path / "rows.txt").write_text("a line\n")
+    assert unread_settings(described(*READ[key])) == []
 
 
 def test_faults_of_model_optimizer_and_schedule_are_told_together(described: Callable[..., Draft]) -> None:
