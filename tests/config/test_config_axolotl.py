@@ -174,6 +174,7 @@ def test_their_defaults_are_written_out() -> None:
     ("val_set_size: 0.1\ngenerate_samples: true\n", "generate.temperature", 0.7),
     ("embedding_lr: 1.0e-5\n", "train.learning_rates", {"embedding": 1e-5}),
     ("activation_offloading: true\n", "train.offload", ["activations"]),
+    ("gradient_checkpointing: unsloth\n", "train.gradient_checkpointing", True),
 ], ids=str)  # fmt: skip
 def test_keys_become_what_they_mean_here(lines: str, ours: str, value: object) -> None:
     assert value_of(with_lines(lines), ours) == value

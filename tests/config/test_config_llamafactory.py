@@ -162,6 +162,14 @@ def test_their_defaults_are_written_out() -> None:
     ("stage: ppo\nreward_model: a\ncutoff_len: 100\nmax_new_tokens: 20\n", "data.max_length", 120),
     ("stage: ppo\nreward_model: a\ntemperature: 0.5\ntop_p: 0.9\n", "rollout.temperature", 0.5),
     ("add_tokens: <a>,<b>\n", "model.add_tokens", ["<a>", "<b>"]),
+    ("evaluation_strategy: steps\nval_size: 0.1\n", "eval.strategy", "steps"),
+    ("quantization_bit: 4\nquantization_method: bitsandbytes\n", "model.quantization.type", "nf4"),
+    ("deepspeed: examples/deepspeed/ds_z3_offload_config.json\n", "runtime.sharding", "fsdp"),
+    ("val_size: 0.1\neval_strategy: epoch\nmetric_for_best_model: eval_accuracy\n", "eval.metric_for_best_model",
+     "token_accuracy"),
+    ("val_size: 0.1\neval_strategy: epoch\nmetric_for_best_model: eval_loss\n", "eval.metric_for_best_model", "loss"),
+    ("stage: dpo\ndpo_beta: 0.3\n", "objective.beta", 0.3),
+    ("push_to_hub: true\nhub_model_id: a/b\ngroup_by_length: true\n", "objective.name", "sft"),
     ("use_kt: false\nfp8: false\nuse_unsloth: true\ntensor_model_parallel_size: 1\n", "objective.name", "sft"),
 ], ids=str)  # fmt: skip
 def test_keys_become_what_they_mean_here(text: str, ours: str, value: object) -> None:
@@ -182,6 +190,8 @@ def test_keys_become_what_they_mean_here(text: str, ours: str, value: object) ->
     ("pref_bco_weight: 0.5\nstage: dpo\n", "pref_bco_weight"),
     ("shift_attn: true\n", "shift_attn"),
     ("deepspeed: nowhere.json\n", "deepspeed"),
+    ("deepspeed: examples/deepspeed/ds_z2_autotp_config.json\n", "deepspeed"),  # whose products are divided
+    ("image_resolution: 512\n", "image_resolution"),
     ("use_muon: true\nuse_badam: true\n", "use_badam"),
     ("rope_scaling: yarn\n", "rope_scaling"),  # of a model that is no folder here
     ("mix_strategy: interleave_over\ninterleave_probs: 0.5,0.5\n", "interleave_probs"),  # of one data set
@@ -233,6 +243,28 @@ def test_a_file_that_only_answers_is_never_trained_instead(tmp_path: Path) -> No
         with pytest.raises(ConfigError) as caught:
             command(tmp_path / "theirs.yaml")
         assert [problem.key for problem in caught.value.problems] == ["infer_backend"]
+
+
+def test_what_surrounds_a_run_is_told_and_secrets_are_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = f"{SFT}use_swanlab: true\nswanlab_project: mine\nswanlab_api_key: s3cret\nhf_hub_token: s3cret\n"
+    (tmp_path / "theirs.yaml").write_text(f"{text}push_to_hub: true\n", encoding="utf-8")
+
+    def told() -> str:
+        found = load_draft(tmp_path / "theirs.yaml", check_paths=False).translation
+        assert found is not None
+        return "\n".join(found.told)
+
+    assert "SWANLAB_PROJECT=mine SWANLAB_API_KEY=… HF_TOKEN=…" in told() and "nothing is uploaded" in told()
+    assert "s3cret" not in told()
+    monkeypatch.setenv("SWANLAB_PROJECT", "mine")
+    assert "SWANLAB_PROJECT" not in told() and "HF_TOKEN" in told()
+
+
+def test_the_length_of_a_model_that_was_downloaded_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 1024}', encoding="utf-8")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(tmp_path / file))
+    theirs = "model_name_or_path: owner/model\nstage: sft\ndataset: some\ncutoff_len: 4096\nrope_scaling: yarn\n"
+    assert value_of(theirs, "model.config_overrides.rope_parameters.factor") == 4.0
 
 
 def test_a_fault_names_their_line_and_key() -> None:

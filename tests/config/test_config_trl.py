@@ -252,6 +252,9 @@ def test_their_defaults_are_written_out(fields: dict[str, dict[str, object]]) ->
     ("packing: false\nresume_from_checkpoint: some/checkpoint\n", "output.resume", "some/checkpoint"),
     ("packing: false\nseed: 3\n", "output.resume", "never"),
     ("packing: false\ngradient_checkpointing: false\nactivation_offloading: true\n", "train.offload", ["activations"]),
+    ("packing: false\ngroup_by_length: true\nwandb_project: mine\n", "objective.name", "sft"),
+    ("packing: false\nchat_template: '{{ messages }}'\n", "template.chat_template", "{{ messages }}"),
+    ("packing: false\nsystem_prompt: Be short.\n", "template.default_system", "Be short."),
     ("packing: false\npush_to_hub: true\nhub_model_id: a/b\n", "objective.name", "sft"),
 ], ids=str)  # fmt: skip
 def test_keys_become_what_they_mean_here(text: str, ours: str, value: object) -> None:
@@ -293,6 +296,12 @@ def test_mixtures_keep_their_fractions_and_columns(tmp_path: Path) -> None:
     first, second = run["data"]["train"]
     assert (first["weight"], second["weight"], run["data"]["mixture"]["by"]) == (0.25, 0.75, "rows")
     assert (first["format"], first["columns"]["prompt"]) == ("text", "prompt")  # TRL joins texts without a template
+    assert (
+        loaded(
+            f"model_name_or_path: a/b\npacking: true\ndatasets: [{{path: {talks}, fraction: 0.25}}, {{path: {pairs}}}]\n"
+        )["data"]["train"][1]["weight"]
+        == 1.0
+    )  # the whole of it
     assert (second["train_on"], run["template"]["train_on"], run["data"]["eval_split"]) == (None, "all", 0.1)
 
 

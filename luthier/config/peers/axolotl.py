@@ -300,7 +300,7 @@ def _precision(reading: Translator) -> None:
         reading.told.append("bf16: weights that are trained are kept in fp32 and computed in bf16, where axolotl keeps "
                             "them in bf16; model.dtype: bfloat16 does so")  # fmt: skip
     keeps, moves = reading.take("gradient_checkpointing"), reading.take("activation_offloading")
-    if isinstance(keeps, str) and keeps.startswith("offload"):
+    if isinstance(keeps, str) and keeps.startswith(("offload", "unsloth")):
         keeps, moves = True, True
     if keeps is not None:
         reading.set("train.gradient_checkpointing", keeps, "gradient_checkpointing")

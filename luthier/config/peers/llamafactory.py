@@ -266,7 +266,7 @@ def _quantization(reading: Translator) -> None:
     reading.read.add("quantization_device_map")
     if bits is None:
         return
-    if bits not in (4, 8) or method not in (None, "bnb"):
+    if bits not in (4, 8) or method not in (None, "bnb", "bitsandbytes"):
         what = f"{bits} bits by {method or 'bnb'} are not there"
         reading.refuse("quantization_bit", what, "write 4 or 8, with quantization_method: bnb")
         return
@@ -420,11 +420,14 @@ def _evaluation(reading: Translator) -> None:
     if when == "steps" and is_held_out:
         reading.set("eval.steps", steps or plain(reading.entries["logging_steps"]),
                     "eval_steps" if steps else "logging_steps")  # fmt: skip
+    if (metric := reading.take("metric_for_best_model")) is not None and is_held_out:
+        short = str(metric).removeprefix("eval_")
+        reading.set("eval.metric_for_best_model", "token_accuracy" if short == "accuracy" else short,
+                    "metric_for_best_model")  # fmt: skip
     if patience:
         reading.set("eval.early_stopping_patience", patience, "early_stopping_steps")
     if not is_held_out:
-        for key in ("per_device_eval_batch_size", "metric_for_best_model"):
-            reading.take(key)
+        reading.take("per_device_eval_batch_size")
 
 
 _TRAINING = (_objective, _adapter, read_data, read_template, read_lengths, read_generation, _precision, _optimizer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from luthier.config.peers.translation import Translator, config_of, has_own_template, names_of
+from luthier.config.peers.translation import Translator, config_in_cache, config_of, has_own_template, names_of
 from luthier.config.tree import Scalar
 from luthier.writing import counted
 
@@ -155,7 +155,7 @@ def _stretch(reading: Translator, most: object) -> None:
         return
     model = str(reading.take("model_name_or_path"))
     reading.read.discard("model_name_or_path")
-    config = config_of(model)
+    config = config_of(model) or config_in_cache(model)
     named = (config.get(key) for key in ("rope_parameters", "rope_scaling"))
     before: dict[str, Any] = next((value for value in named if isinstance(value, dict)), {})
     length = before.get("original_max_position_embeddings", config.get("max_position_embeddings"))
@@ -165,7 +165,8 @@ def _stretch(reading: Translator, most: object) -> None:
     elif not isinstance(length, int) or not isinstance(most, int):
         what = f"the factor follows from the length that {model} was trained on, which no config.json here says"
         hint = (
-            "download the model and name its folder, or write rope_parameters, such as {rope_type: yarn, factor: 4.0, "
+            f"download it (hf download {model} config.json), or write rope_parameters, such as "
+            "{rope_type: yarn, factor: 4.0, "
             "rope_theta: 1000000.0}, into model.config_overrides"
         )
         reading.refuse("rope_scaling", what, hint)

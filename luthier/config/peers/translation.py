@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +24,18 @@ from luthier.config.yaml_text import parse_yaml
 from luthier.errors import Problem
 
 _LINES_TOLD = 9
-_ZERO = re.compile(r"(?:^|/)deepspeed_configs/zero([0-3])\w*\.json$")
+_ZERO = re.compile(
+    r"(?:^|/)(?:deepspeed_configs/zero|ds_z)([0-3])(?!\w*autotp)\w*\.json$"
+)  # axolotl's, LLaMA-Factory's
+_SECRET = re.compile(r"(_key|token|secret|webhook_url|password)$")
+_VARIABLES = {  # keys that stand for a variable of the environment, which a library of its own reads
+    "wandb_project": "WANDB_PROJECT", "wandb_entity": "WANDB_ENTITY", "wandb_run_group": "WANDB_RUN_GROUP",
+    "wandb_mode": "WANDB_MODE", "wandb_watch": "WANDB_WATCH", "wandb_log_model": "WANDB_LOG_MODEL",
+    "swanlab_project": "SWANLAB_PROJECT", "swanlab_mode": "SWANLAB_MODE", "swanlab_logdir": "SWANLAB_LOG_DIR",
+    "swanlab_api_key": "SWANLAB_API_KEY", "mlflow_tracking_uri": "MLFLOW_TRACKING_URI",
+    "mlflow_experiment_name": "MLFLOW_EXPERIMENT_NAME", "comet_project_name": "COMET_PROJECT_NAME",
+    "comet_api_key": "COMET_API_KEY", "comet_mode": "COMET_MODE", "hf_hub_token": "HF_TOKEN", "hub_token": "HF_TOKEN",
+}  # fmt: skip
 OUR_SECTIONS = frozenset({"model", "data", "train", "objective", "output", "runtime"})  # as no other tool
 
 
@@ -107,6 +119,10 @@ class Peer:
     def translate(self, tree: MappingNode, name: str) -> Translation:
         """Read a file of this tool; ``name`` is its path, for messages."""
         reading = Translator(peer=self, name=name, entries=dict(tree.entries))
+        for old, new in self.table.get("older", {}).items():
+            if old in reading.entries and new not in reading.entries:
+                reading.entries[new] = reading.entries[old]
+                reading.take(old)
         for key in [key for key in tree.entries if key not in self.known]:
             near = self._nearest(key)
             hint = "remove the line" if near is None else f"did you mean {near}?"
@@ -119,6 +135,7 @@ class Peer:
         else:
             for key in [key for key in reading.entries if key not in reading.read]:
                 read_one(reading, key)
+            _outside(reading)
         return Translation(
             peer=self.name, tree=reading.tree, origins=reading.origins, told=tuple(reading.told),
             passed=reading.passed, problems=tuple(reading.problems),
@@ -250,9 +267,27 @@ def read_one(reading: Translator, key: str) -> None:
         case Meant(told=str(told)) if not is_off and told.startswith("not needed: "):
             reading.passed[key] = told.removeprefix("not needed: ")
         case Meant(told=str(told)) if not is_off:
-            reading.refuse(key, f"this file says {_shown(value)}: {told}")
+            reading.refuse(key, f"this file says {'…' if _SECRET.search(key) else _shown(value)}: {told}")
         case _:
             reading.passed[key] = "it is off"
+
+
+def _outside(reading: Translator) -> None:
+    """What a file asks for around the run: nothing is sent, and trackers read variables that no file sets."""
+    if reading.flag("push_to_hub") or reading.take("hub_model_id"):
+        key = "push_to_hub" if "push_to_hub" in reading.entries else "hub_model_id"
+        reading.told.append(f"{key}: nothing is uploaded; hf upload NAME DIR/model does it after the run")
+        reading.passed[key] = "nothing is uploaded"
+    said = {name: reading.take(key) for key, name in _VARIABLES.items() if reading.take(key) not in (None, "", False)}
+    unset = [
+        f"{name}={'…' if _SECRET.search(name.lower()) else value}"
+        for name, value in said.items()
+        if os.environ.get(name) != str(value)
+    ]
+    if unset:
+        reading.told.append(
+            f"variables of the environment are not set by a file: write {' '.join(unset)} before the command"
+        )
 
 
 def _set_one(reading: Translator, ours: str, key: str) -> None:
@@ -296,6 +331,18 @@ def config_of(model: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def config_in_cache(model: str) -> dict[str, Any]:
+    """The same of a model of the Hub, where it was downloaded before; nothing is asked of the network."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        file = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return {}
+    return config_of(str(Path(file).parent)) if isinstance(file, str) else {}
 
 
 def beside(path: str, name: str) -> Path | None:

@@ -46,11 +46,7 @@ def _is_its(tree: MappingNode) -> bool:
 
 
 def _keys(reading: Translator) -> None:
-    """Keys that TRL calls otherwise now."""
-    for old, new in reading.peer.table["older"].items():
-        if old in reading.entries and new not in reading.entries:
-            reading.entries[new] = reading.entries[old]
-            reading.take(old)
+    """A model, which TRL's commands need as well."""
     if reading.entries.get("model_name_or_path") is None:
         reading.refuse("model_name_or_path", "no model is named", "add model_name_or_path=NAME to the command")
         reading.is_no_run = True
@@ -452,9 +448,6 @@ def _folder(reading: Translator) -> None:
     if (trackers := reading.take("report_to")) is not None:
         names = [name for name in names_of(trackers) if name.lower() not in ("none", "all")]
         reading.set("tracking.report_to", names, "report_to")
-    if reading.flag("push_to_hub"):
-        reading.told.append("push_to_hub: nothing is uploaded; hf upload NAME DIR/model does it after the run")
-        reading.passed["push_to_hub"] = "nothing is uploaded"
     variables = _mapping(reading, "env")
     unset = {name: value for name, value in variables.items() if os.environ.get(str(name)) != str(value)}
     if unset:

@@ -187,14 +187,14 @@ def _mixture(reading: Translator, mixture: object) -> None:
         for path in _files_of(reading, entry):
             places.append(f"datasets[{index}]")
             source = _source(reading, {**entry, "path": path, "streaming": reading.flag("streaming")})
-            sources.append({**source, **({"weight": entry["fraction"]} if all(shares) else {})})
+            sources.append({**source, **({"weight": entry.get("fraction") or 1.0} if any(shares) else {})})
     reading.set("data.train", sources, "datasets")
     for index, (source, place) in enumerate(zip(sources, places, strict=True)):
         reading.set(f"data.train[{index}]", source, place)
     if any(shares):
-        if not all(shares) or len(sources) != len(listed):
-            reading.refuse("datasets", "fraction is given for some data sets only, or for one of several files",
-                           "give each entry one file and its fraction")  # fmt: skip
+        if len(sources) != len(listed):
+            reading.refuse("datasets", "a fraction is given beside an entry of several files",
+                           "give each entry one file")  # fmt: skip
         reading.set("data.mixture.by", "rows", "datasets")
         reading.set("data.mixture.stop", "first", "datasets")
         reading.told.append(
