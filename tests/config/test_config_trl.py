@@ -296,12 +296,9 @@ def test_mixtures_keep_their_fractions_and_columns(tmp_path: Path) -> None:
     first, second = run["data"]["train"]
     assert (first["weight"], second["weight"], run["data"]["mixture"]["by"]) == (0.25, 0.75, "rows")
     assert (first["format"], first["columns"]["prompt"]) == ("text", "prompt")  # TRL joins texts without a template
-    assert (
-        loaded(
-            f"model_name_or_path: a/b\npacking: true\ndatasets: [{{path: {talks}, fraction: 0.25}}, {{path: {pairs}}}]\n"
-        )["data"]["train"][1]["weight"]
-        == 1.0
-    )  # the whole of it
+    some = f"datasets: [{{path: {talks}, fraction: 0.25}}, {{path: {pairs}}}]"
+    whole = loaded(f"model_name_or_path: a/b\npacking: true\n{some}\n")["data"]["train"][1]
+    assert whole["weight"] == 1.0  # as no fraction is given
     assert (second["train_on"], run["template"]["train_on"], run["data"]["eval_split"]) == (None, "all", 0.1)
 
 
