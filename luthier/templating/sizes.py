@@ -167,7 +167,9 @@ class TemplateCall:
 
     @property
     def longest(self) -> int:
-        return max(map(size, self.given), default=0)
+        """The length of the longest thing that is given, be it in a tuple or list: ``separators=(", ", ": ")``."""
+        inside = (item for value in self.given if isinstance(value, list | tuple) for item in value)
+        return max(map(size, (*self.given, *inside)), default=0)
 
 
 def check_call(meter: RenderUsage, call: TemplateCall, *, is_method: bool = False) -> None:
@@ -275,7 +277,7 @@ def _timed(_: RenderUsage, call: TemplateCall) -> int:
 
 
 def _invented(_: RenderUsage, call: TemplateCall) -> int:
-    numbers = sorted(abs(number) for number in call.given if isinstance(number, int))
+    numbers = [max(abs(number), 1) for number in call.given if isinstance(number, int)]  # a flag is one too: false is 0
     return 20 * math.prod([5, 100, *numbers])
 
 
