@@ -123,8 +123,8 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you say so."""
     experts_implementation: Literal["auto", "eager", "batched_mm", "grouped_mm"] = "auto"
-    """What computes the experts of a layer: ``grouped_mm``, one product for all of them, ``batched_mm``, or ``eager``,
-    one after the other. ``auto``: transformers' choice, grouped where torch can."""
+    """How the experts of a layer are computed: ``grouped_mm``, one product for all of them, ``batched_mm``, or
+    ``eager``, one after the other. ``auto``: transformers' choice, grouped where torch supports it."""
     add_tokens: choices.Texts = []
     """Ordinary tokens to add to the vocabulary; embeddings are resized."""
     add_special_tokens: choices.Texts = []
@@ -288,8 +288,8 @@ class DataConfig(Section):
     eval_split: choices.ShareOrCount = 0
     """Rows held out of the training data, when no eval data is named: a share below 1, or a number of rows."""
     first_rows: choices.Count | None = None
-    """Take only the first rows of each data set, so many (all, if there are fewer); of a sample (``max_rows``) its
-    first. LLaMA-Factory's ``max_samples``."""
+    """Take only this many rows from the beginning of each data set (all, if there are fewer); with ``max_rows``, from
+    the beginning of the sample. LLaMA-Factory's ``max_samples``."""
     max_length: choices.TwoTokens = 4096
     """Longest sequence in tokens, and the capacity of a pack. One token alone has nothing to predict."""
     overflow: Annotated[choices.Overflow, choices.as_enum(choices.Overflow)] = choices.Overflow.DROP
@@ -306,7 +306,7 @@ class DataConfig(Section):
     """Two messages of the user, or of the assistant, in a row: ``keep`` them, as far as the template takes it;
     ``merge`` them, with a blank line between; or ``quarantine`` the row. Counted in the ledger."""
     text_limit: choices.Count | None = 1_000_000
-    """A row with a text (a message, a thought, a document) of so many characters or more is quarantined before it is
+    """A row with a text (a message, a thought, a document) of this many characters or more is quarantined before it is
     tokenized. ``null``: no limit but that of the row, 10 MB."""
     workers: choices.Processes | Literal["auto"] = "auto"
     """Processes that render and encode. ``auto``: the number of cores, and none for small data."""
@@ -448,9 +448,9 @@ class MediaConfig(Section):
     """``encoder_features``: what the model's frozen towers make of images and videos is computed once, before training,
     and kept beside the encoded samples; later epochs and runs decode nothing."""
     min_pixels: choices.Count | None = None
-    """Images with fewer pixels are enlarged to so many."""
+    """Images with fewer pixels are enlarged to this number."""
     max_pixels: choices.Count | None = None
-    """Images with more pixels are shrunk to so many."""
+    """Images with more pixels are shrunk to this number."""
     video_min_pixels: choices.Count | None = None
     """Fewest pixels of a video's frame."""
     video_max_pixels: choices.Count | None = None

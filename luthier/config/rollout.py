@@ -225,7 +225,7 @@ class RolloutConfig(Section):
     max_turns: choices.Size = 8
     """With tools or an environment: how often the model may speak in one conversation."""
     engine: EngineConfig = EngineConfig()
-    """What draws the answers, where it is not the model in this process."""
+    """Servers or a Ray cluster that draw the answers, instead of the model in this process."""
     staleness: choices.Natural = 0
     """With an ``engine`` elsewhere: how many updates the weights that draw may be behind those that learn. 0: drawing
     and learning take turns. 1: the answers of a step are drawn while the step before it is learned. Needs a

@@ -114,13 +114,13 @@ class AdapterConfig(Section):
     """``full``: all weights; ``freeze``: some layers; ``llama_pro``: new layers between the old; ``lora``, ``oft``:
     small matrices beside frozen weights; ``vera``: two vectors for each weight ([adapters.md](adapters.md))."""
     train_parts: Parts = [ModelPart.LANGUAGE_MODEL]
-    """Of a multimodal model: ``language_model``, ``projector`` (what takes features to it), ``tower`` (what encodes
-    images, video or audio). The others keep their weights; the matrices of LoRA and OFT stand in these parts only.
+    """Of a multimodal model: ``language_model``, ``projector`` (between encoder and language model), ``tower`` (the
+    encoder of images, video or audio). The others keep their weights; LoRA and OFT adapt these parts only.
     ``freeze`` names its layers and modules itself."""
     train_routers: bool = True
-    """Whether what chooses the experts of a token is trained, where its weights are."""
+    """Whether the routers, which choose the experts of a token, are trained."""
     expand_layers: Size | None = None
-    """``llama_pro``: how many decoder layers are put between those that are there, evenly; they alone are trained."""
+    """``llama_pro``: how many decoder layers are inserted, evenly spaced; only they are trained."""
     freeze_trainable_layers: Whole | None = None
     """``freeze``: train the last n layers (negative: the first n)."""
     freeze_spread: bool = False
@@ -330,19 +330,19 @@ class GenerateConfig(Section):
     top_p: AboveZero | None = None
     """Of sampling: only the likeliest tokens that together have this probability."""
     top_k: Count | None = None
-    """Of sampling: only so many of the likeliest tokens."""
+    """Of sampling: only this many of the likeliest tokens."""
     min_p: Proportion | None = None
     """Of sampling: only tokens with at least this share of the likeliest one's probability."""
     seed: Seed | None = None
     """Of sampling. Default: ``runtime.seed``. Training draws its own numbers, which are not touched."""
     num_beams: Size = 1
-    """Search with so many beams."""
+    """Beams of the search; 1 is greedy search or sampling."""
     length_penalty: Signed | None = None
     """Of beams: above 0 long answers are preferred, below 0 short ones."""
     repetition_penalty: Positive | None = None
-    """Above 1, tokens that are there already become less likely."""
+    """Above 1, tokens that already occur become less likely."""
     no_repeat_ngram_size: Count | None = None
-    """No sequence of so many tokens comes twice."""
+    """No sequence of this many tokens occurs twice."""
     stop_strings: Texts = []
     """Texts that end an answer, which ends before them. Stop tokens of the tokenizer and the template end it too."""
     stop_token_ids: list[Natural] = []
@@ -357,7 +357,7 @@ class ServeConfig(Section):
     max_context: Tokens | None = None
     """Longest prompt and answer together, in tokens. Default: what the model's config says, else 32768."""
     max_tokens: Tokens = 4096
-    """Longest answer that may be asked for, in tokens; who asks for none gets ``generate.max_new_tokens``."""
+    """Longest answer that may be asked for, in tokens; a request without a length gets ``generate.max_new_tokens``."""
     max_samples: Size = 16
     """Most answers to one request (``n``)."""
     max_requests: Size = 64
@@ -417,7 +417,7 @@ class ExportConfig(Section):
     push: NonEmpty | None = None
     """A repository on the Hub (``NAME/MODEL``) that the folder is uploaded to once it is proven and in place."""
     public: bool = False
-    """Make a repository that is new a public one."""
+    """Create a new repository as a public one."""
 
     @model_validator(mode="after")
     def _quantized_once(self) -> Self:

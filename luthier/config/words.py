@@ -16,7 +16,7 @@ from luthier.writing import counted
 
 JsonSchema = dict[str, Any]
 
-_LISTED = {"SourceConfig": "sources", "TargetRuleConfig": "rules"}
+_LISTED = {"SourceConfig": "sources", "TargetRuleConfig": "rules", "RewardConfig": "rewards", "CodeConfig": "functions"}
 
 
 def raw_schema() -> JsonSchema:
@@ -78,7 +78,8 @@ def expected(schema: JsonSchema) -> str:
             return "a text (not empty)" if schema.get("minLength") else "a text"
         case {"type": "array"}:
             items = resolve(schema.get("items", {}))
-            return f"a list of {_LISTED.get(items.get('title', ''), 'texts')}"
+            are_numbers = items.get("type") in ("integer", "number")
+            return f"a list of {_LISTED.get(items.get('title', ''), 'numbers' if are_numbers else 'texts')}"
         case {"type": "object"}:
             return "a section (key: value lines)" if "properties" in schema else "a mapping (key: value lines)"
         case {"type": "null"}:
@@ -153,8 +154,8 @@ def _merge_numbers(phrases: list[str]) -> list[str]:
 
 _INTRODUCTION = """# The run description
 
-A run is described by one YAML file (or the same as JSON), read as YAML 1.2. `luthier.config.loading.load_config` reads
-it, and reports everything that is wrong with it at once: file, line, key, what is wrong, and the way out.
+A run is described by one YAML file (or the same as JSON), read as YAML 1.2. Only the model and
+the data are required; every other key has a default. This is a whole run:
 
 ```yaml
 model: preset:tiny-qwen3
@@ -162,7 +163,8 @@ data:
   train: rows.jsonl
 ```
 
-A mistake is answered before anything heavy is imported, for example
+All mistakes are reported at once, before anything heavy is imported: file, line, key, what is wrong, and what to do.
+For example:
 
 ```
 run.yaml:4 train.lr: the section train has no such key (Luthier's name for it is train.learning_rate)
@@ -171,8 +173,7 @@ run.yaml:8 data.eval_split: rows are held out (0.1) although data.eval (line 7) 
 override adapter=LORA adapter.type: expected one of full, freeze, lora, oft, got the text "LORA" (did you mean lora? …)
 ```
 
-The three lines of YAML above are a whole run; every other key has a default. This page is printed by
-`luthier.config.words.config_reference()`.
+This page is generated from the code by `luthier.config.words.config_reference()`.
 
 ## Rules
 
@@ -181,13 +182,12 @@ The three lines of YAML above are a whole run; every other key has a default. Th
 - **Paths** are relative to the current directory, not to the file. `~` is your home folder.
 - **Shorthands**: `model: NAME`, `objective: NAME`, `adapter: TYPE`, and one source (`train: rows.jsonl`) instead of a
   list. A list of texts may be one text.
-- **Numbers**: `1e-4`, `.5` and `1e5` are numbers, in quotes they are not. `3.0` is accepted where a whole number is
-  expected, `2.5` is not. `010` is refused, as it could be 8 or 10.
-- **true and false** are written so. `yes`, `no`, `on` and `off` are texts, never taken for one;
-  `strategy: no` works.
-- **A share or a number** (`eval_split`, `max_drop`, `warmup_steps`): below 1 it is a share, whole numbers count.
-  `1.0` is refused: write 1 for one row or step.
-- **No value** (`key:` with nothing behind) is an error, except where `null` is allowed.
+- **Numbers**: `1e-4`, `.5` and `1e5` are numbers, but not in quotes. Where a whole number is expected, `3.0` is
+  accepted and `2.5` is not. `010` is refused, because it could mean 8 or 10.
+- **Booleans** are `true` and `false`. `yes`, `no`, `on` and `off` are texts (so `strategy: no` works).
+- **A share or a number** (`eval_split`, `max_drop`, `warmup_steps`): a number below 1 is a share, a whole number is a
+  count. `1.0` is refused: write 1 for one row or step.
+- **No value** (`key:` with nothing after it) is an error, except where `null` is allowed.
 - Anchors, aliases and merge keys work up to 10,000 values; tags (`!!…`) are refused.
 """
 
@@ -246,7 +246,10 @@ def _section(title: str, kind: type[Section], path: tuple[str | int, ...]) -> st
     for name, field in kind.model_fields.items():
         schema = schema_at((*path, name))
         assert schema is not None, name
-        default = "required" if field.is_required() else f"`{_shown(schema.get('default'))}`"
+        listed = field.default if isinstance(field.default, list) else []
+        are_sections = bool(listed) and isinstance(listed[0], Section)
+        given = [each.model_dump(exclude_unset=True) for each in listed] if are_sections else schema.get("default")
+        default = "required" if field.is_required() else f"`{_shown(given)}`"
         meaning = _code(" ".join((field.description or "").split()))
         lines.append(f"| `{name}` | {_type(schema)} | {default} | {_cell(meaning)} |")
     return "\n".join([*lines, ""])
@@ -261,11 +264,17 @@ def _type(schema: JsonSchema) -> str:
 
 
 def _shown(default: object) -> str:
-    if isinstance(default, bool):
-        return str(default).lower()
-    if isinstance(default, list):
-        return f"[{', '.join(map(str, default))}]"
-    return "null" if default is None else f"{default}"
+    """As YAML has it; of a section the values that are set."""
+    match default:
+        case None | bool():
+            return "null" if default is None else str(default).lower()
+        case [*items]:
+            return f"[{', '.join(map(_shown, items))}]"
+        case {}:
+            set_to = {key: value for key, value in default.items() if value is not None and value != []}
+            return f"{{{', '.join(f'{key}: {_shown(value)}' for key, value in set_to.items())}}}"
+        case _:
+            return f"{default}"
 
 
 def _code(text: str) -> str:
