@@ -273,9 +273,9 @@ that of the first. What each is: [adapters and layers](adapters.md), [optimizers
 
 _INTRODUCTION = """# Support matrix
 
-Written by `scripts/write_docs.py` (`make docs`) from runs, not from intentions: one step of training on a tiny random
-model of each family, on a CPU, for each objective (`sft`, for which `pt` is trained alike, `rm`, `dpo`, `kto`). A cell
-says what all of them came to, or which came to what. Loss and gradient of the step are the same in all layouts; a test
+This page is generated from real runs (`make docs`): one step of training on a tiny random
+model of each family, on a CPU, for each objective (`sft`, `rm`, `dpo`, `kto`; `pt` trains as `sft` does). A cell
+gives the result of all objectives, or lists them. Loss and gradient of the step are the same in all layouts; a test
 compares them.
 
 - **padded**: `train.packing: none`, a row for each answer.
@@ -285,7 +285,7 @@ compares them.
 - **falls back**: it trains the same and costs more, for the reason named.
 - **refused**: it says so before the first step.
 
-The families have what tells them apart: windows in every layer (`mistral`) or in every other (`gemma3`), experts
+The families cover the main differences: windows in every layer (`mistral`) or in every other (`gemma3`), experts
 (`qwen3_moe`, `gpt_oss`, `qwen3_next`), attention sinks (`gpt_oss`), a state in some layers (`qwen3_next`) or in all
 (`mamba`).
 """
