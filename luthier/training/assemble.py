@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from luthier.training import streams
 from luthier.training.callbacks import EarlyStopping, Flow, Hooks, Journal, Meter
 from luthier.training.data import RunData
 from luthier.training.folder import artifacts, run_folder
-from luthier.training.folder.checkpoint import OBJECTIVE_STATE, write_json
+from luthier.training.folder.checkpoint import OBJECTIVE_STATE, checkpoint_step, write_json
 from luthier.training.folder.run_folder import LostRows
 from luthier.training.initial_adapter import begin_by_activations, begin_by_what_is_rounded_away
 from luthier.training.losses.kernels import kernel_name
@@ -48,7 +49,6 @@ from luthier.training.losses.step_losses import StepLosses
 from luthier.training.losses.tower_features import AUTOCAST_DTYPES, choose_media
 from luthier.training.numerics import check_in_force, computed_in, weight_types, without_dropout
 from luthier.training.optimizer import training_arguments
-from luthier.training.report.events import EventListener, Note
 from luthier.training.report.result import ModelSummary
 from luthier.training.rollouts.answer_groups import AnswerLayout
 from luthier.training.rollouts.delivery import Delivery, delivery_of
@@ -89,7 +89,7 @@ class RunModel:
         text_config.use_cache = during
 
 
-def make_model(config: RunConfig, tokenizer: Tokenizer, world: streams.World, tell: EventListener) -> RunModel:
+def make_model(config: RunConfig, tokenizer: Tokenizer, world: streams.World, note: Callable[[str], None]) -> RunModel:
     """Load the model, put the adapter on, and say what was decided; the same weights on all ranks, at every start."""
     vocabulary = Vocabulary.of(tokenizer, config.model.token_descriptions)
     loaded = load_model(config, vocabulary)
@@ -98,39 +98,35 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: streams.World, te
     merged, few_bits = config.adapter.merge_first, is_quantized(loaded.model)
     loaded = replace(loaded, model=adapter_files.merge_first(loaded.model, config.adapter))
     if merged and few_bits:
-        tell(Note(text="model: it came quantized, and has whole weights since adapters were merged into it"))
+        note("model: it came quantized, and has whole weights since adapters were merged into it")
     if is_adapter and (loaded.random_weights or merged):
         base = (config.output.dir / BASE_FOLDER).resolve()
         if world.is_main:
             artifacts.save_model(loaded.model, base, tokenizer)
         loaded.model.name_or_path = str(base)  # what the adapter will name as its base
         what = f"with {' and '.join(merged)} merged" if merged else "of random weights"
-        tell(Note(text=f"model: the base {what} is saved in {BASE_FOLDER}/; the adapter works with these weights only"))
+        note(f"model: the base {what} is saved in {BASE_FOLDER}/; the adapter works with these weights only")
     loaded = quantize_whole(loaded, config)
     loaded.model.config.get_text_config().use_cache = False  # from here on: a cache would be a graph for each layer
-    for note in _standing_notes(config, loaded):
-        tell(Note(text=f"model: {note}"))
+    for decision in _standing_notes(config, loaded):
+        note(f"model: {decision}")
     set_seed(config.runtime.seed)  # the adapter's initial values
     model = adapters.apply_adapter(loaded.model, config.adapter, new_ids=vocabulary.new_ids)
     if OBJECTIVES[config.objective.name].on_policy and (dropped := without_dropout(model)):
-        tell(Note(text=f"model: no dropout ({', '.join(dropped)}), as answers are drawn without it"))
+        note(f"model: no dropout ({', '.join(dropped)}), as answers are drawn without it")
     if frozen := adapters.rows_left_out(model, vocabulary.new_ids):
         rows = f"the rows of {counted(len(vocabulary.new_ids), 'new token')} in {' and '.join(frozen)}"
-        tell(Note(text=f"model: {rows} keep their first values, as those layers are frozen"))
+        note(f"model: {rows} keep their first values, as those layers are frozen")
     if left := adapters.parts_left_out(loaded.model, config.adapter):
-        tell(Note(text=f"model: {' and '.join(left)} keep their weights; adapter.train_parts names what is trained"))
+        note(f"model: {' and '.join(left)} keep their weights; adapter.train_parts names what is trained")
     initial = None
     if adapter_files.mutates_base(config.adapter) and isinstance(model, PeftModel):
         initial = config.output.dir / run_folder.INITIAL_ADAPTER
         if world.is_main:
             adapter_files.keep_initial_adapter(model, initial)
     total, trainable = adapters.count_parameters(model)
-    tell(
-        Note(
-            text=f"model: {trainable:,} of {counted(total, 'parameter is', 'parameters are')} "
-            f"trained ({trainable / total:.2%})"
-        )
-    )
+    parameters = counted(total, "parameter is", "parameters are")
+    note(f"model: {trainable:,} of {parameters} trained ({trainable / total:.2%})")
     return RunModel(
         model=model,
         loaded=loaded,
@@ -141,39 +137,59 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: streams.World, te
     )
 
 
-def make_trainer(
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    data: RunData,
-    run_model: RunModel,
-    schedule: StreamPlan,
-    *,
-    first_step: int | None,
-    hooks: Hooks,
-) -> Trainer:
-    """The trainer, ready to run. ``first_step`` is where a resumed run goes on, None where a run begins."""
-    world = hooks.stop.world
-    media = choose_media(config, data, run_model.loaded.model, run_model.media, schedule, hooks)
-    run_model = replace(run_model, media=media)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSetup:
+    """What a run is made of, before its trainer. ``resume`` is the checkpoint that it goes on from."""
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    data: RunData
+    run_model: RunModel
+    schedule: StreamPlan
+    hooks: Hooks
+    resume: Path | None
+
+    @property
+    def world(self) -> streams.World:
+        """This process among the ranks."""
+        return self.hooks.stop.world
+
+
+def make_trainer(setup: RunSetup) -> Trainer:
+    """The trainer, ready to run."""
+    config, tokenizer, data, schedule, hooks = setup.config, setup.tokenizer, setup.data, setup.schedule, setup.hooks
+    media = choose_media(config, data, setup.run_model.loaded.model, setup.run_model.media, schedule, hooks)
+    run_model = replace(setup.run_model, media=media)
+    setup = replace(setup, run_model=run_model)
+    first_step = None if setup.resume is None else checkpoint_step(setup.resume)
     evaluates = data.eval is not None and config.eval.strategy is not Strategy.NO
     meter = Meter()
     shared = _shares(config, data, schedule)
     how = collating(config, tokenizer, run_model.loaded, shared=shared)
     lost = LostRows(config.output.dir, data.ledger, max_drop=config.data.max_drop, tell=hooks.tell)
-    stream = _train_stream(config, data, run_model, schedule, how, first_step or 0, world.rank, shared=shared)
+    stream = streams.train_stream(
+        data.train,
+        schedule,
+        how,
+        rank=setup.world.rank,
+        first_step=first_step or 0,
+        num_workers=config.runtime.dataloader_num_workers,
+        shared=shared,
+        media=media,
+    )
     steps = stream.first_step if stream.is_over else schedule.horizon  # the horizon may be an estimate
     begins = evaluates and first_step is None
     arguments = training_arguments(config, max_steps=steps, evaluates=evaluates, evaluates_first=begins)
-    losses, eval_losses = _losses(
-        config, data, run_model, schedule, how, shared=shared, device=arguments.device, hooks=hooks
-    )
+    losses, eval_losses = _losses(setup, how, shared=shared, device=arguments.device)
     if first_step is None and isinstance(run_model.model, PeftModel):
-        _first_values(run_model.model, run_model, config, data, how, losses, hooks)
+        _first_values(setup, run_model.model, how, losses)
     keeps_trees = shared and losses.forward.isolation.shared  # as found by trying
     check_reward_columns(config, data.train)
-    rollouts = _rollouts(config, tokenizer, run_model, how, losses, hooks, shared=keeps_trees)
+    rollouts = _rollouts(setup, how, losses, shared=keeps_trees)
     stream = replace(stream, watch=lost.watch, reader=streams.sharing(stream.reader, keeps_trees), rollouts=rollouts)
-    callbacks = _callbacks(config, schedule, losses, meter, hooks, evaluates=evaluates)
+    eval_stream = None if data.eval is None else _one_pass(setup, how, data.eval)
+    if eval_stream is not None:
+        eval_stream = replace(eval_stream, watch=partial(lost.watch, counted=False))
 
     def save_state(folder: Path, step: int) -> None:
         streams.loader_state(schedule, data, step).save(folder)
@@ -184,7 +200,7 @@ def make_trainer(
     parts = TrainerParts(
         config=config,
         stream=stream,
-        eval_stream=_eval_stream(config, data, run_model, how, world, lost=lost),
+        eval_stream=eval_stream,
         sources=data.sources,
         eval_sources=data.eval_sources,
         losses=losses,
@@ -197,30 +213,22 @@ def make_trainer(
         ),
         save_state=save_state,
     )
-    trainer = Trainer(run_model.model, arguments, parts, callbacks)
+    trainer = Trainer(run_model.model, arguments, parts, _callbacks(setup, losses, meter, evaluates=evaluates))
     check_in_force(trainer.accelerator, run_precision(config))
     return trainer
 
 
-def _rollouts(
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    run_model: RunModel,
-    how: CollateSettings,
-    losses: StepLosses,
-    hooks: Hooks,
-    *,
-    shared: bool,
-) -> Rollouts | None:
+def _rollouts(setup: RunSetup, how: CollateSettings, losses: StepLosses, *, shared: bool) -> Rollouts | None:
     """What draws and judges answers, in a run that learns from its own."""
+    config, tokenizer, hooks = setup.config, setup.tokenizer, setup.hooks
+    model, media = setup.run_model.model, setup.run_model.media
     objective = OBJECTIVES[config.objective.name]
     if not objective.on_policy:
         return None
-    if (reason := undrawn(run_model.loaded.model.config)) is not None:
+    if (reason := undrawn(setup.run_model.loaded.model.config)) is not None:
         raise ModelError(reason, hint="set objective: sft")
-    media = run_model.media
-    local = LocalEngine(run_model.model, tokenizer, media=run_model.media, batch_size=config.rollout.batch_size)
-    delivery = _delivery(config, run_model, local, losses, hooks)
+    local = LocalEngine(model, tokenizer, media=media, batch_size=config.rollout.batch_size)
+    delivery = _delivery(setup, local, losses)
     engine: Engine = local if delivery is None else delivery.pool
     layout = AnswerLayout(
         how=how,
@@ -232,16 +240,11 @@ def _rollouts(
     )
     score = probes = None
     if isinstance(losses, PolicyLosses):  # others do not ask by which probabilities answers were drawn
-        score = partial(losses.as_drawn, run_model.model) if objective.learned is Learned.COMPARED else None
+        score = partial(losses.as_drawn, model) if objective.learned is Learned.COMPARED else None
         stops = frozenset(tokenizer.stop_token_ids)
         probes = SamplerProbes(engine=engine, trained=local, watch=losses.gaps, layout=layout, stops=stops)
-    world = hooks.stop.world
     by_reward = objective.learned is not Learned.ALL
-
-    def tell(text: str) -> None:
-        hooks.tell(Note(text=text))
-
-    models = reward_judges(config, run_model.model, tokenizer, tell)
+    models = reward_judges(config, model, tokenizer, hooks.note)
     judge = RewardJudge(config.rollout.rewards, max_new_tokens=config.rollout.max_new_tokens, models=models)
     return Rollouts(
         config=config.rollout,
@@ -256,29 +259,27 @@ def _rollouts(
         slots=frozenset() if media is None else media.processor.slot_ids(tokenizer.vocab_size),
         seed=config.runtime.seed,
         folder=config.output.dir,
-        world=world,
-        tell=tell,
-        warnings=EarlyWarnings(judge=judge.judge, tell=tell) if world.is_main and by_reward else None,
+        world=setup.world,
+        tell=hooks.note,
+        warnings=EarlyWarnings(judge=judge.judge, tell=hooks.note) if setup.world.is_main and by_reward else None,
         learned=objective.learned,
         delivery=delivery,
     )
 
 
-def _delivery(
-    config: RunConfig, run_model: RunModel, local: LocalEngine, losses: StepLosses, hooks: Hooks
-) -> Delivery | None:
+def _delivery(setup: RunSetup, local: LocalEngine, losses: StepLosses) -> Delivery | None:
     """The way of weights to samplers elsewhere, where there are some."""
-    if not config.rollout.engine.is_elsewhere:
+    if not setup.config.rollout.engine.is_elsewhere:
         return None
-    model, is_main = run_model.model, hooks.stop.world.is_main
+    model, is_main = setup.run_model.model, setup.world.is_main
 
     def save(folder: Path) -> None:
         weights = whole_weights(model, keep=is_main) if is_sharded(model) else None  # all ranks gather
         if is_main:
-            run_model.save(folder, local.tokenizer, weights)
+            setup.run_model.save(folder, local.tokenizer, weights)
 
     floor = losses.gaps.floor if isinstance(losses, PolicyLosses) else FLOOR_OF_16_BITS
-    return delivery_of(config, local, save, floor=floor, hooks=hooks)
+    return delivery_of(setup.config, local, save, floor=floor, hooks=setup.hooks)
 
 
 def _talks(config: RunConfig, engine: Engine) -> Talks | None:
@@ -305,41 +306,34 @@ def _talks(config: RunConfig, engine: Engine) -> Talks | None:
     return talks
 
 
-def _callbacks(
-    config: RunConfig,
-    schedule: StreamPlan,
-    losses: StepLosses,
-    meter: Meter,
-    hooks: Hooks,
-    *,
-    evaluates: bool,
-) -> list[TrainerCallback]:
-    flow = Flow(config, schedule, evaluates=evaluates, asked_to_stop=hooks.stop.agreed)
-    stopping = evaluates and config.eval.early_stopping_patience is not None
+def _callbacks(setup: RunSetup, losses: StepLosses, meter: Meter, *, evaluates: bool) -> list[TrainerCallback]:
+    config, hooks = setup.config, setup.hooks
+    measured = (*losses.measured, *RouterBalance(losses).measured)
     callbacks: list[TrainerCallback] = [
-        flow,
-        Journal(meter, (*losses.measured, *RouterBalance(losses).measured), hooks.tell),
+        Flow(config, setup.schedule, evaluates=evaluates, asked_to_stop=hooks.stop.agreed),
+        Journal(meter, measured, hooks.tell),
     ]
-    callbacks += [EarlyStopping(config.eval, hooks.tell)] if stopping else []
+    if evaluates and config.eval.early_stopping_patience is not None:
+        callbacks.append(EarlyStopping(config.eval, hooks.tell))
     return [*callbacks, *hooks.callbacks]
 
 
-def summarise_model(config: RunConfig, run_model: RunModel, trainer: Trainer) -> ModelSummary:
+def summarise_model(setup: RunSetup, trainer: Trainer) -> ModelSummary:
     """The model in words and numbers."""
-    plain = run_model.loaded.model
-    total, trainable = adapters.count_parameters(run_model.model)
+    config, model, loaded = setup.config, setup.run_model.model, setup.run_model.loaded
+    total, trainable = adapters.count_parameters(model)
     return ModelSummary(
         name=config.model.name_or_path,
-        architecture=unsharded_class(plain).__name__,
+        architecture=unsharded_class(loaded.model).__name__,
         parameters=total,
         trainable_parameters=trainable,
-        dtype=weight_types(run_model.model),
-        precision=computed_in(trainer.accelerator, plain),
-        attn_implementation=text_attention(plain),  # that which keeps segments apart
+        dtype=weight_types(model),
+        precision=computed_in(trainer.accelerator, loaded.model),
+        attn_implementation=text_attention(loaded.model),  # that which keeps segments apart
         head_kernel=kernel_name(trainer.parts.losses.forward.head),
         device=str(trainer.args.device),
-        adapter=adapters.adapter_facts(run_model.model),
-        notes=_standing_notes(config, run_model.loaded),
+        adapter=adapters.adapter_facts(model),
+        notes=_standing_notes(config, loaded),
     )
 
 
@@ -371,21 +365,10 @@ def collating(config: RunConfig, tokenizer: Tokenizer, loaded: LoadedModel, *, s
 
 
 def _losses(
-    config: RunConfig,
-    data: RunData,
-    run_model: RunModel,
-    schedule: StreamPlan,
-    how: CollateSettings,
-    *,
-    shared: bool,
-    device: torch.device,
-    hooks: Hooks,
+    setup: RunSetup, how: CollateSettings, *, shared: bool, device: torch.device
 ) -> tuple[StepLosses, StepLosses]:
     """What is minimised, and what is measured on held-out rows; the model moves to its device for it."""
-
-    def tell(text: str) -> None:
-        hooks.tell(Note(text=text))
-
+    config, data, run_model, tell = setup.config, setup.data, setup.run_model, setup.hooks.note
     if note := place(run_model.model, device, config.runtime.sharding):
         tell(f"model: {note}")
     parts = ObjectiveParts(
@@ -397,8 +380,8 @@ def _losses(
         device=device,
         train=data.train,
         held_out=data.eval,
-        passes=lambda index: _one_pass(config, data, index, run_model, how, hooks.stop.world),
-        needed=lambda index: streams.needed_segments(schedule, data, index),
+        passes=partial(_one_pass, setup, how),
+        needed=partial(streams.needed_segments, setup.schedule, data),
         num_sources=(len(data.sources), len(data.eval_sources)),
         media=run_model.media,
         autocast=AUTOCAST_DTYPES.get(run_precision(config)),
@@ -409,78 +392,26 @@ def _losses(
     return losses
 
 
-def _first_values(
-    model: PeftModel,
-    run_model: RunModel,
-    config: RunConfig,
-    data: RunData,
-    collating: CollateSettings,
-    losses: StepLosses,
-    hooks: Hooks,
-) -> None:
+def _first_values(setup: RunSetup, model: PeftModel, how: CollateSettings, losses: StepLosses) -> None:
     """Those of a new adapter that have to be computed."""
-    match config.adapter.init_lora_weights:
+    match setup.config.adapter.init_lora_weights:
         case "eva":
-            begin_by_activations(model, losses.forward, data.train, collating, run_model.media)
+            begin_by_activations(model, losses.forward, setup.data.train, how, setup.run_model.media)
         case "loftq":
-            before, after = begin_by_what_is_rounded_away(model, config, run_model.vocabulary)
+            before, after = begin_by_what_is_rounded_away(model, setup.config, setup.run_model.vocabulary)
             share = f"{after:.1%} of adapted layers' weights instead of {before:.1%}"
-            hooks.tell(Note(text=f"model: quantization rounds away {share}, as the adapter begins with a part of it"))
+            setup.hooks.note(f"model: quantization rounds away {share}, as the adapter begins with a part of it")
 
 
-def _train_stream(
-    config: RunConfig,
-    data: RunData,
-    run_model: RunModel,
-    schedule: StreamPlan,
-    how: CollateSettings,
-    first_step: int,
-    rank: int,
-    *,
-    shared: bool,
-) -> streams.TrainStream:
-    return streams.train_stream(
-        data.train,
-        schedule,
-        how,
-        rank=rank,
-        first_step=first_step,
-        num_workers=config.runtime.dataloader_num_workers,
-        shared=shared,
-        media=run_model.media,
-    )
-
-
-def _eval_stream(
-    config: RunConfig,
-    data: RunData,
-    run_model: RunModel,
-    how: CollateSettings,
-    world: streams.World,
-    *,
-    lost: LostRows,
-) -> streams.EvalStream | None:
-    if data.eval is None:
-        return None
-    found = _one_pass(config, data, data.eval, run_model, how, world)
-    return replace(found, watch=partial(lost.watch, counted=False))
-
-
-def _one_pass(
-    config: RunConfig,
-    data: RunData,
-    segments: Segments,
-    run_model: RunModel,
-    how: CollateSettings,
-    world: streams.World,
-) -> streams.EvalStream:
+def _one_pass(setup: RunSetup, how: CollateSettings, segments: Segments) -> streams.EvalStream:
+    """Over all segments of one side of the data."""
     return streams.EvalStream.of_segments(
         segments,
-        data.rows_of(segments),
-        eval_settings(config, num_ranks=world.size),
+        setup.data.rows_of(segments),
+        eval_settings(setup.config, num_ranks=setup.world.size),
         how,
-        rank=world.rank,
-        num_workers=config.runtime.dataloader_num_workers,
-        shared=shares_prompts(config),
-        media=run_model.media,
+        rank=setup.world.rank,
+        num_workers=setup.config.runtime.dataloader_num_workers,
+        shared=shares_prompts(setup.config),
+        media=setup.run_model.media,
     )

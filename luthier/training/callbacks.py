@@ -239,6 +239,10 @@ class Hooks:
     closing: ExitStack
     callbacks: tuple[TrainerCallback, ...] = ()
 
+    def note(self, text: str) -> None:
+        """Tell a decision or an incident in words."""
+        self.tell(Note(text=text))
+
 
 class StopAgreement:
     """Whether any rank got a signal: all ranks must leave the loop after the same step."""

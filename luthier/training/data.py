@@ -24,7 +24,6 @@ from luthier.packing.settings import PlanSettings, Segments, SegmentTable, UnitK
 from luthier.preparation.prepared import Prepared, PreparedSet, SourceInfo
 from luthier.preparation.resolver import ResolvedPortion
 from luthier.preparation.segments import SegmentIndex
-from luthier.records import Address
 from luthier.store.store import SampleStore, store_folder
 from luthier.training.report.result import DataSummary
 
@@ -79,10 +78,6 @@ class RunData:
     def eval_sources(self) -> tuple[str, ...]:
         """Names of those that the held-out segments are from."""
         return () if self.eval_rows is None else distinct_names(self.eval_names, len(self.eval_rows.weights))
-
-    def address(self, segment: int) -> Address:
-        """Where the row of a training segment was read."""
-        return self.rows.address(segment)
 
     def rows_of(self, segments: Segments) -> RowTable:
         """The rows of one of the sides."""

@@ -22,7 +22,6 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.judge import AnswerScorer
 from luthier.errors import SamplerLost, UserError
-from luthier.loader.feed import FeedReader
 from luthier.loader.settings import media_of
 from luthier.loader.stream_state import LoaderState
 from luthier.media.families.family import PackingSupport
@@ -35,13 +34,9 @@ from luthier.packing.settings import Segments
 from luthier.preparation.prepared import Prepared
 from luthier.sources import open_sources, resolve_sources
 from luthier.sources.source import RowsByAddress
-from luthier.training.assemble import (
-    make_model,
-    make_trainer,
-    summarise_model,
-)
+from luthier.training.assemble import RunSetup, make_model, make_trainer, summarise_model
 from luthier.training.callbacks import AnsweringBetween, Hooks, StopAgreement
-from luthier.training.data import RunData, open_live_data, open_run_data
+from luthier.training.data import RunData, open_run_data
 from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import (
     OBJECTIVE_STATE,
@@ -87,13 +82,6 @@ def fit(
     return fit_data(config, encoder.tokenizer, data, callbacks=callbacks, on_event=on_event)
 
 
-def fit_live(
-    config: RunConfig, tokenizer: Tokenizer, feed: FeedReader, *, on_event: events.EventListener | None = None
-) -> RunResult:
-    """`fit` while a feed prepares the rows. Raises also what stops the feed."""
-    return fit_data(config, tokenizer, lambda: open_live_data(config, feed), on_event=on_event)
-
-
 def fit_data(
     config: RunConfig,
     tokenizer: Tokenizer,
@@ -130,7 +118,7 @@ def _fit(
     world = World.from_environment()
     view = events.make_view(wanted=config.tracking.progress)
     listeners: list[events.EventListener] = [view] if on_event is None else [view, on_event]
-    tell = events.tell_all(listeners) if world.is_main else _silent
+    tell = events.tell_all(listeners) if world.is_main else events.silent
     try:
         if not_followed:
             tell(events.Note(text=f"ignored, because the run description decides: {', '.join(not_followed)}"))
@@ -140,8 +128,7 @@ def _fit(
         config = as_packed(config, tokenizer, tell)
         with StopSignals() as signals, naming_lost_ranks(config.output.dir, world), ExitStack() as closing:
             found = data if isinstance(data, RunData) else _open(data)
-            stop = StopAgreement(signals, world)
-            hooks = Hooks(tell=tell, stop=stop, closing=closing, callbacks=callbacks)
+            hooks = Hooks(tell=tell, stop=StopAgreement(signals, world), closing=closing, callbacks=callbacks)
             run = _begun(lambda: _set_up(config, tokenizer, found, hooks, listeners))
             result = result_of(run, started_at)
     finally:
@@ -193,33 +180,27 @@ def _set_up(
     schedule = make_schedule(config, data, world, state)
     if not data.rows.all_here:  # else the plan has told it
         if schedule.horizon < FEW_STEPS:
-            hooks.tell(
-                events.Note(
-                    text=f"about {counted(schedule.horizon, 'step')} teach the model next to nothing; {_longer(config)}"
-                )
-            )
+            steps = counted(schedule.horizon, "step")
+            hooks.note(f"about {steps} teach the model next to nothing; {_longer(config)}")
         for note in length_notes(config, schedule.horizon):
-            hooks.tell(events.Note(text=note))
+            hooks.note(note)
     if world.is_main:
         step = -1 if resume is None else checkpoint_step(resume)  # -1: drop even the evaluation before training
         listeners[:] = [listener for listener in listeners if not isinstance(listener, events.LogFile)]
         listeners.append(events.LogFile(config.output.dir / LOG_FILE, step=step, tell=hooks.tell))
-    run_model = make_model(config, tokenizer, world, hooks.tell)
-    first_step = None if resume is None else checkpoint_step(resume)
-    if resume is not None and state is not None:
-        check_rows(state, loader_state(schedule, data, state.step), resume)
-    trainer = make_trainer(config, tokenizer, data, run_model, schedule, first_step=first_step, hooks=hooks)
-    return Run(
+    setup = RunSetup(
         config=config,
         tokenizer=tokenizer,
         data=data,
-        hooks=hooks,
+        run_model=make_model(config, tokenizer, world, hooks.note),
         schedule=schedule,
+        hooks=hooks,
         resume=resume,
-        run_model=run_model,
-        trainer=trainer,
-        summary=summarise_model(config, run_model, trainer),
     )
+    if resume is not None and state is not None:
+        check_rows(state, loader_state(schedule, data, state.step), resume)
+    trainer = make_trainer(setup)
+    return Run(setup=setup, trainer=trainer, summary=summarise_model(setup, trainer))
 
 
 def _longer(config: RunConfig) -> str:
@@ -232,7 +213,7 @@ def _open_folder(config: RunConfig, here: LoaderState, hooks: Hooks) -> Path | N
     chosen: list[str | UserError | None] = [None]
     if world.is_main:
         try:
-            found = run_folder.open_run_folder(config, lambda text: hooks.tell(events.Note(text=text)))
+            found = run_folder.open_run_folder(config, hooks.note)
             chosen = [None if found is None else str(found)]
         except UserError as error:
             chosen = [error]  # else the others wait for a rank that is gone
@@ -245,7 +226,7 @@ def _open_folder(config: RunConfig, here: LoaderState, hooks: Hooks) -> Path | N
     checkpoint = Path(chosen[0])
     there = LoaderState.load(checkpoint)
     there.check(here, where=str(checkpoint))
-    hooks.tell(events.Note(text=f"training goes on from {checkpoint.name}, step {there.step}"))
+    hooks.note(f"training goes on from {checkpoint.name}, step {there.step}")
     return checkpoint
 
 
@@ -260,14 +241,14 @@ def _begun(set_up: Callable[[], Run]) -> Run:
 
 
 def _trained(run: Run) -> bool:
+    resume, hooks = run.setup.resume, run.setup.hooks
     try:
         _train(run)
     except UnusableCheckpoint as error:
-        if run.resume is None or run.config.output.resume != "auto":
+        if resume is None or run.setup.config.output.resume != "auto":
             raise
-        if run.is_main:
-            aside = set_aside_broken(run.resume)
-            run.hooks.tell(events.Note(text=f"{error.message}; set aside as {aside.name}"))
+        if run.setup.world.is_main:
+            hooks.note(f"{error.message}; set aside as {set_aside_broken(resume).name}")
         run.trainer.accelerator.wait_for_everyone()
         return False
     return True
@@ -276,35 +257,36 @@ def _trained(run: Run) -> bool:
 def _train(run: Run) -> None:
     """Training, with what comes before and after it."""
     questions = _questions(run)
-    if run.resume is None:
+    trainer, resume, hooks = run.trainer, run.setup.resume, run.setup.hooks
+    if resume is None:
         _answer(run, questions)
     else:
-        run.trainer.parts.stream.load(run.resume)
-        if (run.resume / OBJECTIVE_STATE).is_file():
-            with taking_over(run.resume, OBJECTIVE_STATE):
-                run.trainer.parts.losses.load_state(read_json(run.resume / OBJECTIVE_STATE))
-    if run.trainer.parts.stream.rollouts is not None:
-        between = AnsweringBetween(lambda: _answer(run, questions), run.schedule.is_last)
-        run.trainer.callback_handler.add_callback(between)
+        trainer.parts.stream.load(resume)
+        if (resume / OBJECTIVE_STATE).is_file():
+            with taking_over(resume, OBJECTIVE_STATE):
+                trainer.parts.losses.load_state(read_json(resume / OBJECTIVE_STATE))
+    if trainer.parts.stream.rollouts is not None:
+        between = AnsweringBetween(lambda: _answer(run, questions), run.setup.schedule.is_last)
+        trainer.callback_handler.add_callback(between)
     try:
-        run.trainer.train(run.resume)
+        trainer.train(resume)
     except SamplerLost as lost:
         raise _saved_before(run, lost) from lost
-    run.trainer.finish()
-    run.hooks.tell(events.Finished(step=run.trainer.state.global_step))
-    if run.hooks.stop.signal is not None:
+    trainer.finish()
+    hooks.tell(events.Finished(step=trainer.state.global_step))
+    if hooks.stop.signal is not None:
         return
-    if run.config.eval.load_best_model_at_end and run.trainer.load_best():
-        best = Path(run.trainer.state.best_model_checkpoint).name
-        run.hooks.tell(events.Note(text=f"the weights are those of the best checkpoint, {best}"))
+    if run.setup.config.eval.load_best_model_at_end and trainer.load_best():
+        best = Path(trainer.state.best_model_checkpoint).name
+        hooks.note(f"the weights are those of the best checkpoint, {best}")
     _answer(run, questions)
     _save(run)
-    run.trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.wait_for_everyone()
 
 
 def _saved_before(run: Run, lost: SamplerLost) -> SamplerLost:
     """What ends a run that has nobody to draw its answers; the steps that are done are saved, if any are new."""
-    step, folder = run.trainer.state.global_step, run.config.output.dir
+    step, folder = run.trainer.state.global_step, run.setup.config.output.dir
     if step and not (folder / f"checkpoint-{step}").is_dir():
         run.trainer.save_checkpoint()
     saved = f"; checkpoint-{step} has the steps that are done, and the same command goes on from there" if step else ""
@@ -312,34 +294,35 @@ def _saved_before(run: Run, lost: SamplerLost) -> SamplerLost:
 
 
 def _questions(run: Run) -> list[Question] | HeldOutTalks:
-    wanted = run.config.eval.generate_rows
+    config, data, model = run.setup.config, run.setup.data, run.setup.run_model
+    wanted = config.eval.generate_rows
     if not wanted:
         return []
-    metrics_of_answers(run.config.eval.metrics)  # raises before any answer is generated
-    if (family := decoder_family(run.run_model.loaded.model.config)) is not None:
+    metrics_of_answers(config.eval.metrics)  # raises before any answer is generated
+    if (family := decoder_family(model.loaded.model.config)) is not None:
         raise UserError(
             f"eval.generate_rows is {wanted}, and answers of {family.name} are not generated in training",
             hint="set eval.generate_rows: 0; held-out rows are still measured by their loss",
         )
-    if run.data.eval is None:
+    if data.eval is None:
         raise UserError(
             f"eval.generate_rows is {wanted}, but there are no held-out rows", hint="set data.eval or data.eval_split"
         )
-    talks = _held_out_talks(run, run.data.eval)
-    found = choose_questions(run.data.eval, wanted, frozenset(run.tokenizer.stop_token_ids)) if talks is None else []
+    talks = _held_out_talks(run, data.eval)
+    stops = frozenset(run.setup.tokenizer.stop_token_ids)
+    found = choose_questions(data.eval, wanted, stops) if talks is None else []
     number = len(found if talks is None else talks.questions)
     if number < wanted:
-        run.hooks.tell(
-            events.Note(text=f"{counted(number, 'held-out row')} can be answered, eval.generate_rows asks for {wanted}")
-        )
-    if passed_over := passed_over_by(run.run_model.model):
-        run.hooks.tell(events.Note(text=f"answers are generated as generate.* says, not the model's {passed_over}"))
+        answerable = counted(number, "held-out row")
+        run.setup.hooks.note(f"{answerable} can be answered, eval.generate_rows asks for {wanted}")
+    if passed_over := passed_over_by(model.model):
+        run.setup.hooks.note(f"answers are generated as generate.* says, not the model's {passed_over}")
     return talks if talks is not None and talks.questions else found
 
 
 def _held_out_talks(run: Run, held_out: Segments) -> HeldOutTalks | None:
     """Where answers take several turns: held-out rows that are answered as those of training are."""
-    rollouts, config = run.trainer.parts.stream.rollouts, run.config
+    rollouts, config = run.trainer.parts.stream.rollouts, run.setup.config
     if not isinstance(rollouts, Rollouts) or rollouts.talks is None:
         return None
     if JUDGE in config.eval.metrics:
@@ -349,7 +332,7 @@ def _held_out_talks(run: Run, held_out: Segments) -> HeldOutTalks | None:
 
     def note(what: str, _: int) -> None:
         if what not in told:
-            run.hooks.tell(events.Note(text=f"held-out rows: {what}"))
+            run.setup.hooks.note(f"held-out rows: {what}")
         told.add(what)
 
     train, own = resolve_sources(config.data)
@@ -366,54 +349,48 @@ def _held_out_talks(run: Run, held_out: Segments) -> HeldOutTalks | None:
 def _answer(run: Run, questions: list[Question] | HeldOutTalks) -> None:
     """Answer the questions on the main process; the others wait at the next step they share. A sharded model has to run
     on all of them at once, so that all answer the same."""
-    if questions and (run.is_main or is_sharded(run.run_model.model)):
-        step, measures = run.trainer.state.global_step, _measures(run)
+    config, run_model, hooks = run.setup.config, run.setup.run_model, run.setup.hooks
+    is_main = run.setup.world.is_main
+    if questions and (is_main or is_sharded(run_model.model)):
+        step, names = run.trainer.state.global_step, config.eval.metrics
+        judge = AnswerScorer(config.judge) if is_main and JUDGE in names else None
+        measures = AnswerMeasures(metrics=metrics_of_answers(names), judge=judge)
         rollouts = run.trainer.parts.stream.rollouts
         if isinstance(questions, HeldOutTalks):
             assert isinstance(rollouts, Rollouts), "they are what leads conversations"
             answers = questions.answer_all(step, rollouts, measures.metrics)
         else:
             answers = answer_all(
-                run.run_model.model,
+                run_model.model,
                 questions,
-                run.tokenizer,
+                run.setup.tokenizer,
                 step=step,
-                batch_size=run.config.eval.per_device_eval_batch_size,
-                settings=answering(run.config),
-                media=run.run_model.media,
+                batch_size=config.eval.per_device_eval_batch_size,
+                settings=answering(config),
+                media=run_model.media,
                 measures=measures,
             )
             if isinstance(rollouts, Rollouts):
-                answers = with_rewards(answers, questions, rollouts, answering(run.config))
-        give_up_gathered(run.run_model.model)
-        run.hooks.tell(answers)
+                answers = with_rewards(answers, questions, rollouts, answering(config))
+        give_up_gathered(run_model.model)
+        hooks.tell(answers)
         if unjudged := answers.unjudged:
             told = "; ".join(f"{reason}: {count}" for reason, count in unjudged.items())
-            count = counted(sum(unjudged.values()), "answer has", "answers have")
-            run.hooks.tell(events.Note(text=f"{count} no score of the judge: {told}"))
+            hooks.note(f"{counted(sum(unjudged.values()), 'answer has', 'answers have')} no score of the judge: {told}")
     run.trainer.accelerator.wait_for_everyone()
-
-
-def _measures(run: Run) -> AnswerMeasures:
-    names = run.config.eval.metrics
-    judge = AnswerScorer(run.config.judge) if run.is_main and JUDGE in names else None
-    return AnswerMeasures(metrics=metrics_of_answers(names), judge=judge)
 
 
 def _save(run: Run) -> None:
     """The final model, and the merged one if asked for: the main process writes, all gather what is sharded."""
-    weights = whole_weights(run.run_model.model, keep=run.is_main) if is_sharded(run.run_model.model) else None
-    if not run.is_main:
+    run_model, tokenizer, config = run.setup.run_model, run.setup.tokenizer, run.setup.config
+    is_main, folder = run.setup.world.is_main, config.output.dir
+    weights = whole_weights(run_model.model, keep=is_main) if is_sharded(run_model.model) else None
+    if not is_main:
         return
-    folder = run.config.output.dir
     with replacing(folder / run_folder.MODEL_FOLDER) as staging:
-        run.run_model.save(staging, run.tokenizer, weights)
-    if run.config.adapter.merge and isinstance(run.run_model.model, PeftModel):
-        merged = adapter_files.merge_adapter(run.run_model.model)
-        merged.config.get_text_config().use_cache = run.run_model.use_cache
+        run_model.save(staging, tokenizer, weights)
+    if config.adapter.merge and isinstance(run_model.model, PeftModel):
+        merged = adapter_files.merge_adapter(run_model.model)
+        merged.config.get_text_config().use_cache = run_model.use_cache
         with replacing(folder / run_folder.MERGED_FOLDER) as staging:
-            artifacts.save_model(merged, staging, run.tokenizer, processor=run.run_model.processor)
-
-
-def _silent(_: events.Event) -> None:
-    """What ranks other than the first have to say."""
+            artifacts.save_model(merged, staging, tokenizer, processor=run_model.processor)

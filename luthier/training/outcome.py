@@ -1,4 +1,4 @@
-"""Everything of a run that is set up, and what becomes of it."""
+"""A run that is ready for its first step, and what is reported of it when it has ended."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ import torch
 from peft import PeftModel
 
 from luthier.config.objective import OBJECTIVES
-from luthier.config.schema import RunConfig
-from luthier.encoding.tokenizer import Tokenizer
-from luthier.loader.plan import StreamPlan
 from luthier.loader.settings import eval_settings
 from luthier.packing.epoch import shares_of
-from luthier.training.assemble import RunModel
-from luthier.training.callbacks import EarlyStopping, Hooks
-from luthier.training.data import RunData, summarise, summary_of
+from luthier.training.assemble import RunSetup
+from luthier.training.callbacks import EarlyStopping
+from luthier.training.data import summarise, summary_of
 from luthier.training.folder import run_folder
 from luthier.training.folder.checkpoint import broken_checkpoints
 from luthier.training.folder.run_folder import ledger_of_run
@@ -37,31 +34,22 @@ REPORTED_VERSIONS = ("luthier", "torch", "transformers", "peft", "accelerate")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Everything of a run that is set up before its first step."""
+    """A run that is ready for its first step."""
 
-    config: RunConfig
-    tokenizer: Tokenizer
-    data: RunData
-    hooks: Hooks
-    schedule: StreamPlan
-    resume: Path | None
-    run_model: RunModel
+    setup: RunSetup
     trainer: Trainer
     summary: ModelSummary  # made now: merging takes the adapter off
-
-    @property
-    def is_main(self) -> bool:
-        return self.hooks.stop.world.is_main
 
 
 def result_of(run: Run, started_at: str) -> RunResult:
     """What the run leaves to be reported, but for how long it took."""
-    config, state, output = run.config, run.trainer.state, run.config.output.dir
-    steps, evals, generations = read_log(output / LOG_FILE, run.hooks.tell)
-    signal = run.hooks.stop.signal
+    config, data, hooks, resume = run.setup.config, run.setup.data, run.setup.hooks, run.setup.resume
+    state, output = run.trainer.state, config.output.dir
+    steps, evals, generations = read_log(output / LOG_FILE, hooks.tell)
+    signal = hooks.stop.signal
     stopped_early = any(isinstance(c, EarlyStopping) and c.stopped for c in run.trainer.callback_handler.callbacks)
-    world = run.hooks.stop.world
-    merged = run.config.adapter.merge and isinstance(run.run_model.model, PeftModel)
+    merged = config.adapter.merge and isinstance(run.setup.run_model.model, PeftModel)
+    eval_plan = eval_settings(config, num_ranks=run.setup.world.size)
     return RunResult(
         output_dir=str(output),
         model_dir=run_folder.MODEL_FOLDER if signal is None else None,
@@ -71,11 +59,11 @@ def result_of(run: Run, started_at: str) -> RunResult:
         signal=signal,
         started_at=started_at,
         seconds=0.0,
-        epochs=run.schedule.epoch_after(state.global_step),
+        epochs=run.setup.schedule.epoch_after(state.global_step),
         global_step=state.global_step,
-        max_steps=run.schedule.total_steps,
-        world_size=world.size,
-        resumed_from=None if run.resume is None else run.resume.name,
+        max_steps=run.setup.schedule.total_steps,
+        world_size=run.setup.world.size,
+        resumed_from=None if resume is None else resume.name,
         set_aside=tuple(broken_checkpoints(output)),
         steps=steps,
         evals=evals,
@@ -83,15 +71,13 @@ def result_of(run: Run, started_at: str) -> RunResult:
         generations=tuple({done.step: done for done in generations}.values()),
         best_checkpoint=None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint).name,
         best_metric=state.best_metric,
-        train_data=_train_summary(run),
-        eval_data=None
-        if run.data.eval_rows is None
-        else summarise(run.data.eval_rows, eval_settings(config, num_ranks=world.size)),
-        mixture=_mixture(run),
+        train_data=_train_summary(run.setup),
+        eval_data=None if data.eval_rows is None else summarise(data.eval_rows, eval_plan),
+        mixture=_mixture(run.setup, state.global_step),
         model=run.summary,
         optimizer=optimizer_facts(plain_optimizer(run.trainer.optimizer)),
         peak_memory_bytes=_peak_memory(),
-        ledger=_ledger(run),
+        ledger=_ledger(run.setup, state.global_step),
         answers=ledger_of_answers(output, state.global_step) if OBJECTIVES[config.objective.name].on_policy else {},
         versions={"python": platform.python_version(), **_package_versions()},
         config=config.model_dump(mode="json"),
@@ -103,17 +89,17 @@ def _package_versions() -> dict[str, str]:
     return {name: version(name) for name in REPORTED_VERSIONS}
 
 
-def _ledger(run: Run) -> dict[str, object]:
+def _ledger(setup: RunSetup, steps: int) -> dict[str, object]:
     """What became of every row that was read; segments in memory have no ledger."""
-    if not run.data.ledger:
+    if not setup.data.ledger:
         return {}
-    rows = run.schedule.trained_rows(run.trainer.state.global_step)
-    return ledger_of_run(run.data.ledger, run.config.output.dir, [run.data.address(int(first)) for first in rows])
+    trained = [setup.data.rows.address(int(first)) for first in setup.schedule.trained_rows(steps)]
+    return ledger_of_run(setup.data.ledger, setup.config.output.dir, trained)
 
 
-def _mixture(run: Run) -> tuple[SourceSummary, ...]:
+def _mixture(setup: RunSetup, steps: int) -> tuple[SourceSummary, ...]:
     """What all steps of the run took, from its plan."""
-    shares = shares_of(run.schedule.source_counts(run.trainer.state.global_step))
+    shares = shares_of(setup.schedule.source_counts(steps))
     return tuple(
         SourceSummary(
             name=name,
@@ -123,21 +109,21 @@ def _mixture(run: Run) -> tuple[SourceSummary, ...]:
             targets=share.targets,
             share_of_tokens=share.share_of_tokens,
         )
-        for name, share in zip(run.data.sources, shares, strict=True)
+        for name, share in zip(setup.data.sources, shares, strict=True)
     )
 
 
-def _train_summary(run: Run) -> DataSummary:
+def _train_summary(setup: RunSetup) -> DataSummary:
     """The first epoch: all of it, or what was planned of rows that arrive."""
-    if run.data.rows.all_here:
-        return summary_of(run.schedule.epoch(0), run.data.rows)
-    found = run.schedule.first_epoch()
+    if setup.data.rows.all_here:
+        return summary_of(setup.schedule.epoch(0), setup.data.rows)
+    found = setup.schedule.first_epoch()
     return DataSummary(
         segments=found["segments"],
         tokens=found["tokens"],
         target_tokens=found["targets"],
         micro_batches=found["micro_batches"],
-        fill=found["tokens"] / max(found["packs"] * run.config.data.max_length, 1),
+        fill=found["tokens"] / max(found["packs"] * setup.config.data.max_length, 1),
     )
 
 

@@ -16,7 +16,8 @@ from luthier.loader.feed import Feed, feed_folder
 from luthier.loader.feed_files import FeedJob
 from luthier.preparation.prepare import prepare
 from luthier.presets.datasets import dataset_rows
-from luthier.training.fit import fit, fit_live
+from luthier.training.data import open_live_data
+from luthier.training.fit import fit, fit_data
 from luthier.training.report.result import RunResult
 
 SIZES = {"first": 120, "second": 60, "held_a": 9, "held_b": 12, "held_c": 15}
@@ -59,7 +60,8 @@ def run_before(config: RunConfig) -> RunResult:
 def run_meanwhile(config: RunConfig) -> RunResult:
     torch.set_num_threads(1)
     with Feed.start(FeedJob(config=config, folder=feed_folder(config))) as feed:
-        return fit_live(config, Encoder.from_config(config).tokenizer, feed.reader)
+        tokenizer = Encoder.from_config(config).tokenizer
+        return fit_data(config, tokenizer, lambda: open_live_data(config, feed.reader))
 
 
 @pytest.mark.parametrize("run", [run_before, run_meanwhile])

@@ -129,7 +129,7 @@ def test_the_saved_model_loads_with_transformers_and_gives_equal_logits(
 ) -> None:
     trained: list[Any] = []
     real = fit_module._save
-    monkeypatch.setattr(fit_module, "_save", lambda run: (trained.append(run.run_model.model), real(run)))
+    monkeypatch.setattr(fit_module, "_save", lambda run: (trained.append(run.setup.run_model.model), real(run)))
     fit_data(make_config(tmp_path, template__chat_template="{{ messages }}"), tokenizer, DATA)
     folder = tmp_path / "model"
     loaded = AutoModelForCausalLM.from_pretrained(folder).eval()

@@ -38,7 +38,6 @@ from luthier.store.disk import Disk
 from luthier.training.callbacks import Hooks
 from luthier.training.data import RunData
 from luthier.training.losses.references import SAID_OF_FILES
-from luthier.training.report.events import Note
 from luthier.training.streams import needed_segments
 from luthier.writing import counted
 
@@ -305,7 +304,7 @@ def choose_media(
     device = PartialState().device
     plain.to(device)
     work = TowerWork(plain=plain, media=media, sides=sides, precision=run_precision(config), device=device)
-    return kept_features(work, lambda text: hooks.tell(Note(text=text)))
+    return kept_features(work, hooks.note)
 
 
 def readable_media(media: MediaInputs | None, plain: PreTrainedModel) -> MediaInputs:

@@ -31,7 +31,6 @@ from luthier.training.folder.checkpoint import replacing
 from luthier.training.folder.staging import FILES
 from luthier.training.generate import Question
 from luthier.training.ranks import summed_over_ranks
-from luthier.training.report.events import Note
 from luthier.training.rollouts.ray_samplers import ray_samplers
 from luthier.training.streams import World
 from luthier.writing import counted
@@ -213,5 +212,5 @@ def delivery_of(
         corrected=config.rollout.correction.is_on or config.rollout.on_gap is GapAction.WARN,
         kept=config.rollout.staleness + 2,
         world=world,
-        tell=lambda text: hooks.tell(Note(text=text)),
+        tell=hooks.note,
     )
