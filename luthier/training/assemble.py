@@ -45,7 +45,7 @@ from luthier.training.losses.objective import make_losses, model_pass
 from luthier.training.losses.parts import ObjectiveParts
 from luthier.training.losses.policies import FLOOR_OF_16_BITS, PolicyLosses
 from luthier.training.losses.router_balance import RouterBalance
-from luthier.training.losses.step_losses import StepLosses
+from luthier.training.losses.step_losses import StepLosses, names_of_drawing
 from luthier.training.losses.tower_features import AUTOCAST_DTYPES, choose_media
 from luthier.training.numerics import check_in_force, computed_in, weight_types, without_dropout
 from luthier.training.optimizer import training_arguments
@@ -163,7 +163,6 @@ def make_trainer(setup: RunSetup) -> Trainer:
     setup = replace(setup, run_model=run_model)
     first_step = None if setup.resume is None else checkpoint_step(setup.resume)
     evaluates = data.eval is not None and config.eval.strategy is not Strategy.NO
-    meter = Meter()
     shared = _shares(config, data, schedule)
     how = collating(config, tokenizer, run_model.loaded, shared=shared)
     lost = LostRows(config.output.dir, data.ledger, max_drop=config.data.max_drop, tell=hooks.tell)
@@ -187,6 +186,7 @@ def make_trainer(setup: RunSetup) -> Trainer:
     check_reward_columns(config, data.train)
     rollouts = _rollouts(setup, how, losses, shared=keeps_trees)
     stream = replace(stream, watch=lost.watch, reader=streams.sharing(stream.reader, keeps_trees), rollouts=rollouts)
+    measured = (*(() if rollouts is None else names_of_drawing(config.rollout)), *losses.measured)
     eval_stream = None if data.eval is None else _one_pass(setup, how, data.eval)
     if eval_stream is not None:
         eval_stream = replace(eval_stream, watch=partial(lost.watch, counted=False))
@@ -205,7 +205,8 @@ def make_trainer(setup: RunSetup) -> Trainer:
         eval_sources=data.eval_sources,
         losses=losses,
         eval_losses=eval_losses,
-        meter=meter,
+        measured=measured,
+        meter=Meter(),
         processing_class=artifacts.transformers_tokenizer(tokenizer) if hooks.callbacks else None,
         # a checkpoint holds the adapter as it is trained; the conversion is for the final one
         save_model=lambda folder, weights: artifacts.save_model(
@@ -213,7 +214,7 @@ def make_trainer(setup: RunSetup) -> Trainer:
         ),
         save_state=save_state,
     )
-    trainer = Trainer(run_model.model, arguments, parts, _callbacks(setup, losses, meter, evaluates=evaluates))
+    trainer = Trainer(run_model.model, arguments, parts, _callbacks(setup, parts, evaluates=evaluates))
     check_in_force(trainer.accelerator, run_precision(config))
     return trainer
 
@@ -306,12 +307,12 @@ def _talks(config: RunConfig, engine: Engine) -> Talks | None:
     return talks
 
 
-def _callbacks(setup: RunSetup, losses: StepLosses, meter: Meter, *, evaluates: bool) -> list[TrainerCallback]:
+def _callbacks(setup: RunSetup, parts: TrainerParts, *, evaluates: bool) -> list[TrainerCallback]:
     config, hooks = setup.config, setup.hooks
-    measured = (*losses.measured, *RouterBalance(losses).measured)
+    measured = (*parts.measured, *RouterBalance(parts.losses).measured)
     callbacks: list[TrainerCallback] = [
         Flow(config, setup.schedule, evaluates=evaluates, asked_to_stop=hooks.stop.agreed),
-        Journal(meter, measured, hooks.tell),
+        Journal(parts.meter, measured, hooks.tell),
     ]
     if evaluates and config.eval.early_stopping_patience is not None:
         callbacks.append(EarlyStopping(config.eval, hooks.tell))

@@ -39,21 +39,18 @@ from luthier.models.sharding import restore_weights
 from luthier.records import Address, Batch
 from luthier.training.callbacks import Meter
 from luthier.training.folder import checkpoint as checkpoints
+from luthier.training.folder import state as states
 from luthier.training.folder.checkpoint import taking_over
-from luthier.training.folder.state import (
-    check_alike,
-    evaluation_point,
-    go_to_evaluation_point,
-    has_state,
-    optimizer_state,
-    put_optimizer_state,
-    random_state,
-    read_state,
-    set_random_state,
-    write_state,
-)
 from luthier.training.losses.router_balance import RouterBalance
-from luthier.training.losses.step_losses import LossSums, MeanLosses, MicroLoss, StepLosses, counts_of, learned_from
+from luthier.training.losses.step_losses import (
+    LossSums,
+    MeanLosses,
+    MicroLoss,
+    StepLosses,
+    counts_of,
+    learned_from,
+    measures_of_drawing,
+)
 from luthier.training.numerics import check_finite
 from luthier.training.optimizer import ON_METRIC, learning_rate, make_optimizer, make_scheduler
 from luthier.training.streams import EvalStream, TrainStream
@@ -66,6 +63,7 @@ class TrainerParts:
 
     sources       names of the data sets, by number; where there are several, losses are told apart
     losses        what is minimised; ``eval_losses``: what is measured on held-out rows
+    measured      names of what is reported of each step beside its loss
     processing_class  the tokenizer that callbacks get; None where the caller has brought no callbacks
     save_model    writes weights, config and tokenizer into a folder (main process only); of a sharded model the whole
                   weights come along
@@ -79,6 +77,7 @@ class TrainerParts:
     eval_sources: tuple[str, ...]
     losses: StepLosses
     eval_losses: StepLosses
+    measured: tuple[str, ...]
     meter: Meter
     processing_class: PreTrainedTokenizerBase | None
     save_model: Callable[[Path, dict[str, torch.Tensor] | None], None]
@@ -111,7 +110,7 @@ class Trainer:
         self.balance = RouterBalance(parts.losses)
         self.passes = parts.config.rollout.passes
         self._step_losses: list[tuple[torch.Tensor, tuple[Address, ...]]] = []
-        self._interval = LossSums(() if parts.stream.rollouts else parts.sources, parts.losses.measured, args.device)
+        self._interval = LossSums(() if parts.stream.rollouts else parts.sources, parts.measured, args.device)
         self._last_logged = 0
         self._last_update: dict[str, Any] = {}
         self.in_backward: BackwardUpdates | None = None
@@ -281,15 +280,18 @@ class Trainer:
         """A micro-batch's part of the step's loss. It comes times W, since DDP averages gradients over W ranks."""
         with self.balance.counting(), activations_kept(self.model, self.parts.config.train.offload):
             sums = self.parts.losses.loss(self.wrapped, batch)
+        if self.parts.stream.rollouts is not None:
+            drawn = measures_of_drawing(batch.drawn, self.parts.config.rollout, self.args.device)
+            sums = replace(sums, measures={**drawn, **sums.measures})
         ranks = self.accelerator.num_processes
         return sums, sums.loss_sum * (ranks / self._units.clamp(min=1)) + self.balance.loss() * ranks
 
     def _measure(self, batch: Batch, in_backward: BackwardUpdates) -> None:
         """Compute a step's only micro-batch once more, with the same random numbers, for the norm of its gradient: what
         a loss keeps for its backward pass is gone after it."""
-        before = random_state()
+        before = states.random_state()
         in_backward.measure(partial(self.accelerator.backward, self._loss(batch)[1]))
-        set_random_state(before)
+        states.set_random_state(before)
         self.parts.losses.begin_step(self.model, [batch], self._sum_of_ranks)
 
     def update(self, number: int = 0) -> None:
@@ -351,7 +353,7 @@ class Trainer:
                 hint="set data.eval or data.eval_split",
             )
         begun = time.perf_counter()
-        with evaluation_point(self.optimizer):
+        with states.evaluation_point(self.optimizer):
             found = self._eval_losses(self.parts.eval_stream)
         metrics = {**found.of_evaluation(), "eval_seconds": time.perf_counter() - begun}
         self._log(metrics)
@@ -398,7 +400,7 @@ class Trainer:
         begun, run, step = time.perf_counter(), Path(self.args.output_dir), self.state.global_step
         staging = checkpoints.staging_folder(run, step)
         best = run / f"checkpoint-{self.state.best_global_step}"
-        with checkpoints.saving(staging), evaluation_point(self.optimizer) as trained:
+        with checkpoints.saving(staging), states.evaluation_point(self.optimizer) as trained:
             self._write_checkpoint(staging, best, trained)
             if self.args.should_save:
                 checkpoints.seal(staging)
@@ -429,13 +431,15 @@ class Trainer:
     def _save_training_state(self, staging: Path, trained: list[torch.Tensor] | None) -> None:
         """Optimizer, schedule, scaler of fp16, and the random numbers of each rank, as data. No pickle is written."""
         keep, sharded = self.args.should_save, sharding.is_sharded(self.model)
-        state = optimizer_state(self.optimizer, trained, sharded=sharded, keep=keep)
+        state = states.optimizer_state(self.optimizer, trained, sharded=sharded, keep=keep)
         if keep:
-            write_state(staging, checkpoints.OPTIMIZER_STATE, state)
-            write_state(staging, checkpoints.SCHEDULER_STATE, self.lr_scheduler.state_dict())
+            states.write_state(staging, checkpoints.OPTIMIZER_STATE, state)
+            states.write_state(staging, checkpoints.SCHEDULER_STATE, self.lr_scheduler.state_dict())
             if self.accelerator.scaler is not None:
-                write_state(staging, checkpoints.SCALER_STATE, self.accelerator.scaler.state_dict())
-        write_state(staging, checkpoints.RANDOM_STATE.format(rank=self.args.process_index), random_state())
+                states.write_state(staging, checkpoints.SCALER_STATE, self.accelerator.scaler.state_dict())
+        states.write_state(
+            staging, checkpoints.RANDOM_STATE.format(rank=self.args.process_index), states.random_state()
+        )
         self.parts.stream.save(staging, self.state.global_step)
 
     def _take_over_history(self, checkpoint: Path) -> None:
@@ -460,28 +464,28 @@ class Trainer:
     def _take_over_training_state(self, checkpoint: Path) -> None:
         """Go on with the optimizer, the schedule, and the loss scaler of a run in fp16. Raises `UnusableCheckpoint`."""
         with taking_over(checkpoint, checkpoints.OPTIMIZER_STATE):
-            put_optimizer_state(self.optimizer, read_state(checkpoint, checkpoints.OPTIMIZER_STATE))
+            states.put_optimizer_state(self.optimizer, states.read_state(checkpoint, checkpoints.OPTIMIZER_STATE))
         with taking_over(checkpoint, checkpoints.SCHEDULER_STATE):
-            schedule = read_state(checkpoint, checkpoints.SCHEDULER_STATE)
-            check_alike(schedule, self.lr_scheduler.state_dict(), "schedule")
+            schedule = states.read_state(checkpoint, checkpoints.SCHEDULER_STATE)
+            states.check_alike(schedule, self.lr_scheduler.state_dict(), "schedule")
             self.lr_scheduler.load_state_dict(schedule)
         scaler = self.accelerator.scaler
-        if scaler is not None and has_state(checkpoint, checkpoints.SCALER_STATE):
+        if scaler is not None and states.has_state(checkpoint, checkpoints.SCALER_STATE):
             with taking_over(checkpoint, checkpoints.SCALER_STATE):
-                state = read_state(checkpoint, checkpoints.SCALER_STATE)
-                check_alike(state, scaler.state_dict(), "scaler")
+                state = states.read_state(checkpoint, checkpoints.SCALER_STATE)
+                states.check_alike(state, scaler.state_dict(), "scaler")
                 scaler.load_state_dict(state)
 
     def _take_over_random_state(self, checkpoint: Path) -> None:
         """Go on with this rank's random numbers; with another number of ranks there may be none for it."""
         name = checkpoints.RANDOM_STATE.format(rank=self.args.process_index)
-        if has_state(checkpoint, name):
+        if states.has_state(checkpoint, name):
             with taking_over(checkpoint, name):
-                set_random_state(read_state(checkpoint, name))
+                states.set_random_state(states.read_state(checkpoint, name))
 
     def finish(self) -> None:
         """No step comes any more: the weights are from here on those that were learned."""
-        go_to_evaluation_point(self.optimizer)
+        states.go_to_evaluation_point(self.optimizer)
 
     def load_best(self) -> bool:
         """Put the best checkpoint's weights into the model, if there is one."""

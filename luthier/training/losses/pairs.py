@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -21,11 +20,9 @@ from luthier.objectives import (
     AnyHead,
     Counterparts,
     Measure,
-    Measures,
     PairBaselines,
     PairScores,
     PairSettings,
-    RunningMean,
     SequenceScores,
     TokenScores,
     counterparts,
@@ -40,7 +37,7 @@ from luthier.objectives import (
 )
 from luthier.objectives.pair_formulas import SortedSides
 from luthier.records import Batch, Targets
-from luthier.training.losses.parts import ObjectiveParts, entropy_of, micro_loss, pairs_of, rewards_after, weights_of
+from luthier.training.losses.parts import AnswerLosses, ObjectiveParts, entropy_of, micro_loss, pairs_of, weights_of
 from luthier.training.losses.reference_choice import choose_reference, ld_alpha
 from luthier.training.losses.references import Reference
 from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Stateless, Tell
@@ -87,28 +84,18 @@ class _Answers:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class PairLosses:
+class PairLosses(AnswerLosses):
     """``reference`` None: compared with nothing. ``ld_alpha``: what targets beyond the shorter answer count."""
 
-    forward: ModelPass
-    name: str
     settings: PairSettings
     reference: Reference | None
     ld_alpha: float = 1.0
-    num_sources: int = 1
-    _rewards: RunningMean = field(default_factory=RunningMean)
     _baselines: PairBaselines = field(default_factory=PairBaselines)
-    _under_way: list[Measures] = field(default_factory=list)  # of the step
     _known: deque[_Known] = field(default_factory=deque)  # of the step's micro-batches that are still to come
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """See `StepLosses`."""
         return (*REWARDS, ACCURACIES, MARGINS, "logps/chosen", "logps/rejected", "nll", ENTROPY)
-
-    def num_units(self, batch: Batch) -> int:
-        """Pairs."""
-        return len(batch.units)
 
     def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
         """Settle what the pairs of this step are compared with."""
@@ -124,13 +111,6 @@ class PairLosses:
                 replace(known, counterparts=those) for known, those in zip(self._known, found, strict=True)
             )
 
-    def end_step(self, reduce: Reduce) -> Measures:
-        """Remember the step's rewards, where the loss compares with those of all steps."""
-        if LOSSES.named(self.name).needs_delta:
-            self._rewards = rewards_after(self._rewards, self._under_way, self.forward.device, reduce)
-            self._under_way = []
-        return {}
-
     def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
         """See `StepLosses`; after a look ahead micro-batches come in the order of `begin_step`."""
         known = self._known.popleft() if self._known else None
@@ -141,19 +121,9 @@ class PairLosses:
         scores = self._pair_scores(batch, policy, ref_logps_S)
         baselines = replace(self._baselines, counterparts=None if known is None else known.counterparts)
         found = pair_loss_sum(scores, self.name, self.settings, baselines)
-        if LOSSES.named(self.name).needs_delta and torch.is_grad_enabled():
-            self._under_way.append(found.measures)
+        self.note_rewards(found)
         found = replace(found, measures={**found.measures, ENTROPY: policy.entropy})
         return micro_loss(found, policy.anchor, batch, self.num_sources)
-
-    def state(self) -> dict[str, Any]:
-        """The running mean of rewards, where the loss has one."""
-        return {"rewards": self._rewards.to_state()} if LOSSES.named(self.name).needs_delta else {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """See `StepLosses`."""
-        if "rewards" in state:
-            self._rewards = RunningMean.from_state(state["rewards"])
 
     def _looked_ahead(self, model: nn.Module, batches: Iterable[Batch]) -> list[PairScores]:
         """The scores of each micro-batch, without gradients; what the reference gives is kept for `loss`."""
@@ -271,7 +241,6 @@ class RewardLosses(Stateless):
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """See `StepLosses`."""
         return (*REWARDS, ACCURACIES, MARGINS)
 
     def num_units(self, batch: Batch) -> int:
@@ -279,7 +248,6 @@ class RewardLosses(Stateless):
         return len(batch.units)
 
     def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
-        """See `StepLosses`."""
         rewards_S = self.forward.rewards(model, batch)
         found = reward_loss_sum(
             rewards_S,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,9 +13,11 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from luthier.collation import CollateSettings, MediaInputs, collate_packs
+from luthier.config.objective import LOSSES
 from luthier.config.schema import RunConfig
 from luthier.models.isolation import TOKENS_TRIED, ChosenIsolation
 from luthier.models.model import LoadedModel
+from luthier.models.passes import ModelPass
 from luthier.models.submodules import decoder_family
 from luthier.models.vocabulary import Vocabulary
 from luthier.objectives import Measure, Measures, RunningMean, SequenceLoss, TokenScores, measure
@@ -114,11 +117,42 @@ def micro_loss(found: SequenceLoss, anchor: torch.Tensor, batch: Batch, num_sour
     )
 
 
-def rewards_after(mean: RunningMean, step: Sequence[Measures], device: torch.device, reduce: Reduce) -> RunningMean:
-    """The running mean with the rewards of a step on all ranks."""
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    for measures in step:
-        for name in REWARDS:
-            totals += torch.stack([measures[name].total, measures[name].count])
-    total, count = reduce(totals).tolist()
-    return mean.after(total, count)
+@dataclass(kw_only=True, slots=True, eq=False)
+class AnswerLosses:
+    """What losses of compared answers have in common. Some compare with the mean reward of all steps before: that of a
+    step is added when the step is over."""
+
+    forward: ModelPass
+    name: str
+    num_sources: int = 1
+    _rewards: RunningMean = field(default_factory=RunningMean)
+    _under_way: list[Measures] = field(default_factory=list)  # of the step
+
+    @property
+    def needs_delta(self) -> bool:
+        return LOSSES.named(self.name).needs_delta
+
+    def num_units(self, batch: Batch) -> int:
+        return len(batch.units)
+
+    def note_rewards(self, found: SequenceLoss) -> None:
+        """Remember those of a micro-batch that is learned from."""
+        if self.needs_delta and torch.is_grad_enabled():
+            self._under_way.append(found.measures)
+
+    def end_step(self, reduce: Reduce) -> Measures:
+        if self.needs_delta:
+            totals = torch.zeros(2, dtype=torch.float64, device=self.forward.device)
+            for measures in self._under_way:
+                for name in REWARDS:
+                    totals += torch.stack([measures[name].total, measures[name].count])
+            self._rewards = self._rewards.after(*reduce(totals).tolist())
+            self._under_way = []
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        return {"rewards": self._rewards.to_state()} if self.needs_delta else {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if "rewards" in state:
+            self._rewards = RunningMean.from_state(state["rewards"])

@@ -32,16 +32,16 @@ from luthier.objectives.policy_losses import (
     with_final,
     without_kl,
 )
-from luthier.records import Batch, DrawnInStep, PolicyTargets
+from luthier.records import Batch, PolicyTargets
 from luthier.training.losses.parts import ObjectiveParts
 from luthier.training.losses.reference_choice import reference_model
 from luthier.training.losses.references import ReferenceModel
 from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Stateless, Tell
 from luthier.training.losses.tokens import TokenLosses
 from luthier.training.report.result import ENTROPY
-from luthier.training.rollouts.gap_watch import DRAWING, NUMBERS, GapWatch
+from luthier.training.rollouts.gap_watch import NUMBERS, GapWatch
 
-REWARD, FINISHED, LENGTH, CLIPPED = "reward", "finished", "answer_tokens", "clipped"
+CLIPPED = "clipped"
 KL_K1, KL_K3 = "kl_k1", "kl_k3"  # estimates of the KL divergence from the reference, by the names of their paper
 CORRECTION = "correction_weight"
 KL_WEIGHT, VALUE_LOSS = "kl_weight", "value_loss"
@@ -95,25 +95,10 @@ class PolicyLosses(Stateless):
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """See `StepLosses`."""
         of_kl = () if self.reference is None else (KL_K1, KL_K3)
         of_values = () if self.value_head is None else (KL_WEIGHT, VALUE_LOSS, EXPLAINED)
         corrected = () if not self.rollout.correction.is_on else (CORRECTION,)
-        elsewhere = DRAWING if self.rollout.engine.is_elsewhere else ()
-        return (
-            *names_of_drawing(self._rewards),
-            *NUMBERS,
-            CLIPPED,
-            ENTROPY,
-            *corrected,
-            *of_kl,
-            *of_values,
-            *elsewhere,
-        )
-
-    @property
-    def _rewards(self) -> list[str]:
-        return [reward.label for reward in self.rollout.rewards]
+        return (*NUMBERS, CLIPPED, ENTROPY, *corrected, *of_kl, *of_values)
 
     @property
     def divisor(self) -> Divisor:
@@ -182,12 +167,10 @@ class PolicyLosses(Stateless):
         return {**expected, **({} if not self.rollout.correction.is_on else {"trained": scores.logps_K})}
 
     def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
-        """See `StepLosses`."""
         found, values_K, anchor = self._scored(model, batch)
         policy = batch.policy
         if policy is None:  # nothing was drawn on this rank
-            measures = {**self._nothing(), **measures_of_drawing(batch.drawn, self._rewards, anchor.device)}
-            return MicroLoss(loss_sum=anchor + found.logps_K.sum(), num_units=0, measures=measures)
+            return MicroLoss(loss_sum=anchor + found.logps_K.sum(), num_units=0, measures=self._nothing())
         device, prepared = found.logps_K.device, self._prepared[batch]
         assert len(policy.behaviour_K) == len(found.logps_K), "what was drawn and what is scored are the same tokens"
         scores = PolicyScores(
@@ -222,7 +205,6 @@ class PolicyLosses(Stateless):
                 **({} if not self.rollout.correction.is_on else {CORRECTION: measure(weights_K)}),
                 **self._distance(found.logps_K.detach(), prepared.reference_K),
                 **self._misjudged(scores),
-                **measures_of_drawing(batch.drawn, self._rewards, device),
             },
         )
 
@@ -285,7 +267,6 @@ class PolicyLosses(Stateless):
         return {**self.gaps.state(), **value, **weight}
 
     def load_state(self, state: Any) -> None:
-        """See `StepLosses`."""
         self.gaps.load_state(state)
         self._kl_weight = state.get("kl_weight")
         if self.value_head is not None:
@@ -293,26 +274,6 @@ class PolicyLosses(Stateless):
 
     def _nothing(self) -> Measures:
         return {name: measure(torch.zeros(0, device=self.forward.device)) for name in self.measured}
-
-
-def names_of_drawing(rewards: Iterable[str]) -> tuple[str, ...]:
-    """Measures of a step's answers, by the names of its rewards. Where there is one, it is `REWARD` but for its
-    weight."""
-    return (REWARD, *(f"{REWARD}/{name}" for name in rewards), FINISHED, LENGTH)
-
-
-def measures_of_drawing(drawn: DrawnInStep | None, rewards: Iterable[str], device: torch.device) -> Measures:
-    """Of all answers that were drawn for a step, whether they are learned from or not, and how they were drawn
-    elsewhere. The first micro-batch of a step tells of them, the others say nothing."""
-    if drawn is None:
-        return {}
-    columns = (drawn.rewards_N, *drawn.values_NF.unbind(1), drawn.finished_N, drawn.lengths_N)
-    of_answers = {
-        name: measure(values_N.to(device), ~values_N.isnan().to(device))
-        for name, values_N in zip(names_of_drawing(rewards), columns, strict=True)
-    }
-    told = {name: measure(torch.tensor([value], device=device)) for name, value in drawn.measures.items()}
-    return {**of_answers, **told}
 
 
 def _behaviour(policy: PolicyTargets) -> torch.Tensor:

@@ -66,7 +66,6 @@ class ReferenceModel:
         return is_sharded(self.model)
 
     def logps(self, batch: Batch, counts_K: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Reference`."""
         logps_K, targets = self._token_logps(batch)
         return sequence_scores(logps_K, targets.segments_K, batch.num_segments, counts_K=counts_K).logps_S
 
@@ -119,7 +118,6 @@ class PrecomputedReference:
 
     @property
     def on_all_ranks(self) -> bool:
-        """See `Reference`."""
         return False
 
     def logps(self, batch: Batch, counts_K: torch.Tensor | None = None) -> torch.Tensor:

@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from luthier.config.rollout import RolloutConfig
 from luthier.models.passes import ModelPass
-from luthier.objectives import Measures
-from luthier.records import Batch
-from luthier.training.report.result import ACCURACIES
+from luthier.objectives import Measures, measure
+from luthier.records import Batch, DrawnInStep
+from luthier.training.report.result import ACCURACIES, DRAWING, FINISHED, LENGTH, REWARD
 from luthier.writing import counted
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
@@ -114,6 +115,27 @@ class Stateless:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Nothing."""
+
+
+def names_of_drawing(rollout: RolloutConfig) -> tuple[str, ...]:
+    """Measures of all answers that were drawn for a step. Where there is one reward, it is `REWARD` but for its
+    weight."""
+    rewards = (f"{REWARD}/{reward.label}" for reward in rollout.rewards)
+    return (REWARD, *rewards, FINISHED, LENGTH, *(DRAWING if rollout.engine.is_elsewhere else ()))
+
+
+def measures_of_drawing(drawn: DrawnInStep | None, rollout: RolloutConfig, device: torch.device) -> Measures:
+    """Of all answers that were drawn for a step, whether they are learned from or not. The first micro-batch of a step
+    tells of them, the others count nothing."""
+    names = names_of_drawing(rollout)
+    found = {name: measure(torch.zeros(0, device=device)) for name in names}
+    if drawn is None:
+        return found
+    columns = (drawn.rewards_N, *drawn.values_NF.unbind(1), drawn.finished_N, drawn.lengths_N)
+    for name, values_N in zip(names, columns, strict=False):  # what follows is of the drawing, not of answers
+        found[name] = measure(values_N.to(device), ~values_N.isnan().to(device))
+    told = {name: measure(torch.tensor([value], device=device)) for name, value in drawn.measures.items()}
+    return {**found, **told}
 
 
 Tell = Callable[[str], None]

@@ -53,7 +53,6 @@ class TokenLosses(Stateless):
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """See `StepLosses`."""
         return (ACCURACY, ENTROPY)
 
     def num_units(self, batch: Batch) -> int:
@@ -61,7 +60,6 @@ class TokenLosses(Stateless):
         return batch.num_targets
 
     def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
-        """See `StepLosses`."""
         reference = None if self.reference is None else self.reference.hidden(batch)
         sources_S = torch.tensor(batch.sources or (0,) * batch.num_segments) if self.num_sources > 1 else None
 

@@ -8,9 +8,8 @@ loss is asked for. The reference is asked once for all of a micro-batch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ from luthier.models.head_tap import Scored
 from luthier.models.passes import ModelPass
 from luthier.objectives.measures import measure
 from luthier.records import Batch, Targets
-from luthier.training.losses.parts import ObjectiveParts, entropy_of, micro_loss, rewards_after, weights_of
+from luthier.training.losses.parts import AnswerLosses, ObjectiveParts, entropy_of, micro_loss, weights_of
 from luthier.training.losses.reference_choice import choose_reference
 from luthier.training.losses.references import Reference
 from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Tell
@@ -43,31 +42,21 @@ def feedback_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> Bo
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class FeedbackLosses:
+class FeedbackLosses(AnswerLosses):
     """Single answers with a verdict."""
 
-    forward: ModelPass
-    name: str
     settings: objectives.FeedbackSettings
     reference: Reference
-    num_sources: int = 1
-    _rewards: objectives.RunningMean = field(default_factory=objectives.RunningMean)
     _baselines: objectives.FeedbackBaselines = field(default_factory=objectives.FeedbackBaselines)
-    _under_way: list[objectives.Measures] = field(default_factory=list)  # of the step
     _ref_logps: deque[torch.Tensor] = field(default_factory=deque)  # [S], of the micro-batches that are still to come
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """See `StepLosses`."""
         return (*REWARDS, ACCURACIES, "logps/chosen", "logps/rejected", "nll", "kl", ENTROPY)
-
-    def num_units(self, batch: Batch) -> int:
-        """Rows with a verdict."""
-        return len(batch.units)
 
     def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
         """Estimate KL(policy, reference) over the whole step, or take the mean reward of the steps before."""
-        if LOSSES.named(self.name).needs_delta:
+        if self.needs_delta:
             self._baselines = objectives.FeedbackBaselines(delta=self._rewards.mean)
         self._ref_logps = deque()
         if LOSSES[self.name].estimates_kl:
@@ -78,13 +67,6 @@ class FeedbackLosses:
             self._baselines = objectives.FeedbackBaselines(
                 kl=objectives.kl_baseline(objectives.Measure(total=total, count=count))
             )
-
-    def end_step(self, reduce: Reduce) -> objectives.Measures:
-        """Remember the step's rewards, where the loss compares with those of all steps."""
-        if LOSSES.named(self.name).needs_delta:
-            self._rewards = rewards_after(self._rewards, self._under_way, self.forward.device, reduce)
-            self._under_way = []
-        return {}
 
     def own(self, batch: Batch) -> Batch:
         """The rows' own completions, without those of other rows."""
@@ -107,23 +89,13 @@ class FeedbackLosses:
             weights_R=weights_of(own, anchor.device),
         )
         found = objectives.feedback_loss_sum(scores, self.name, self.settings, self._baselines)
-        if LOSSES.named(self.name).needs_delta and torch.is_grad_enabled():
-            self._under_way.append(found.measures)
+        self.note_rewards(found)
         is_own_K = None
         if scored.scores.entropy_K is not None:
             is_own_K = torch.isin(targets.segments_K, torch.tensor(own_R, dtype=torch.int64, device=anchor.device))
         told = {**self._judged(scores), ENTROPY: entropy_of(scored.scores, is_own_K)}
         found = replace(found, measures={**found.measures, **told})
         return micro_loss(found, anchor, own, self.num_sources)
-
-    def state(self) -> dict[str, Any]:
-        """The running mean of rewards, where the loss has one."""
-        return {"rewards": self._rewards.to_state()} if LOSSES.named(self.name).needs_delta else {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """See `StepLosses`."""
-        if "rewards" in state:
-            self._rewards = objectives.RunningMean.from_state(state["rewards"])
 
     def _kl(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """float64[2]: sum and count over the completions that belong to other prompts."""

@@ -25,6 +25,9 @@ LOG_FILE = "log.jsonl"
 ACCURACIES, MARGINS = "rewards/accuracies", "rewards/margins"
 ENTROPY = "entropy"
 REWARDS = ("rewards/chosen", "rewards/rejected")
+# Of answers that the run drew: all of them, and how samplers elsewhere drew them.
+REWARD, FINISHED, LENGTH = "reward", "finished", "answer_tokens"
+DRAWING = ("versions_behind", "seconds_sample", "seconds_deliver", "seconds_wait")
 NO_REWARD = 1e-4  # a model's rewards under itself as the reference differ from 0 by rounding alone
 
 

@@ -33,6 +33,7 @@ from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
 from luthier.sources.formats.turns import message_row
 from luthier.training.generate import Question, question_of, shown
 from luthier.training.ranks import summed_over_ranks
+from luthier.training.report.result import DRAWING
 from luthier.training.rollouts.ahead import DrawingAhead, DrawingNotes, DrawnStep
 from luthier.training.rollouts.answer_groups import (
     AnswerChoice,
@@ -45,7 +46,6 @@ from luthier.training.rollouts.answer_groups import (
 from luthier.training.rollouts.answer_log import answers_file, remove_other_ranks, write_answers, write_counts
 from luthier.training.rollouts.delivery import Delivery, Snapshot, on_all_ranks
 from luthier.training.rollouts.early_warnings import EarlyWarnings, StepAnswers
-from luthier.training.rollouts.gap_watch import DRAWING
 from luthier.training.rollouts.kept_answers import Kept, KeptAnswer, read_kept, write_kept
 from luthier.training.rollouts.sampler_probes import SamplerProbes
 from luthier.training.rollouts.talks import NoteCount, Talks, draw_number
@@ -105,7 +105,6 @@ class Rollouts:
         return [replace(first, drawn=replace(facts, measures=self._of_step.pop(step, {}))), *others]
 
     def begin(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch], *, after: int) -> None:
-        """See `DrawsAnswers`."""
         step = planned[0].step
         if step in self.kept:
             return
@@ -163,12 +162,10 @@ class Rollouts:
 
     @property
     def updates(self) -> int:
-        """See `DrawsAnswers`."""
         return self.config.updates
 
     @property
     def staleness(self) -> int:
-        """See `DrawsAnswers`."""
         return self.config.staleness
 
     @property
@@ -185,7 +182,6 @@ class Rollouts:
             write_kept(folder, self.world.rank, waiting, updates=self.updates)
 
     def load(self, folder: Path, step: int) -> None:
-        """See `DrawsAnswers`."""
         self.kept = read_kept(folder, updates=self.updates)
         if step % self.updates and step not in self.kept:
             raise CheckpointError(

@@ -28,7 +28,6 @@ NUMBERS = {  # names of measures, and which of `GapNumbers` they are
     "gap_ratio": "ratio",
     "gap_ess": "sample_size",
 }
-DRAWING = ("versions_behind", "seconds_sample", "seconds_deliver", "seconds_wait")  # measures of samplers elsewhere
 TIMES_THE_FIRST = 4.0  # times the gap of canaries is still expected
 CANARIES = 8  # answers on each rank
 

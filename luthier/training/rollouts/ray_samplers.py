@@ -143,7 +143,6 @@ class RaySampler:
         self.weights: WeightsName | None = None  # those that it is to answer by
 
     def answer(self, request: Request) -> list[Completion] | Refusal:
-        """See `Sampler`."""
         told = cast("ActorAnswer", self._asked(self._actor.answer, request))
         if isinstance(told.found, Refusal) and told.found.reason == "engine_failed":
             raise ServerWrong(f"{self.name} cannot answer: {told.found.detail}")
@@ -154,11 +153,9 @@ class RaySampler:
         return told.found
 
     def score(self, ids: Ids, start: int) -> NDArray[np.float32]:
-        """See `Sampler`."""
         return cast("NDArray[np.float32]", self._asked(self._actor.score, ids, start))
 
     def expect(self, weights: WeightsName, folder: Path) -> None:
-        """See `Sampler`."""
         self.weights = weights
 
     def take(self, weights: WeightsName, folder: Path) -> None:
