@@ -137,8 +137,8 @@ if TYPE_CHECKING:
     from luthier.metrics.table import register_metric as register_metric
     from luthier.metrics.texts import CorpusScore as CorpusScore
     from luthier.models.passes import ModelPass as ModelPass
-    from luthier.objectives.feedback_losses import FeedbackBaselines as FeedbackBaselines
-    from luthier.objectives.feedback_losses import FeedbackSettings as FeedbackSettings
+    from luthier.objectives.answer_losses import FeedbackBaselines as FeedbackBaselines
+    from luthier.objectives.answer_losses import FeedbackSettings as FeedbackSettings
     from luthier.objectives.measures import Measure as Measure
     from luthier.objectives.measures import SequenceLoss as SequenceLoss
     from luthier.objectives.measures import measure as measure

@@ -23,8 +23,7 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines.local import LocalEngine, base_of
 from luthier.errors import LuthierError, RowError
-from luthier.export.bounds import BOUNDS, CAST
-from luthier.export.checks import ExportCheck, ExportProof, ExportResult, check_result
+from luthier.export.checks import BOUNDS, CAST, ExportCheck, ExportProof, ExportResult, check_result
 from luthier.export.pictures import picture_faults
 from luthier.export.taken_down import ModuleProbe, TakenContext, TakenDown, logprobs_at, outputs_of, prompt_ids
 from luthier.prediction.trained_run import TrainedRun

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from luthier.objectives.feedback_losses import (
+from luthier.objectives.answer_losses import (
     FeedbackBaselines,
     FeedbackScores,
     FeedbackSettings,
     feedback_loss_sum,
     kl_baseline,
     kl_measure,
+    pair_loss_sum,
+    reward_loss_sum,
 )
 from luthier.objectives.head import AnyHead, Head
 from luthier.objectives.hidden_loss import ReferenceHidden, hidden_loss_sum
@@ -24,7 +26,6 @@ from luthier.objectives.pair_formulas import (
     sequence_scores,
     tail_discount,
 )
-from luthier.objectives.pair_losses import pair_loss_sum, reward_loss_sum
 from luthier.objectives.settings import feedback_settings, pair_settings, token_settings
 from luthier.objectives.token_losses import TokenLoss, TokenSettings, losses_by_source, token_loss_sum
 from luthier.objectives.token_scores import TokenScores, log_square_sums, token_scores

@@ -8,7 +8,7 @@ from dataclasses import fields
 from itertools import groupby
 
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned, ObjectiveConfig, kind_of
-from luthier.objectives.feedback_losses import FeedbackSettings
+from luthier.objectives.answer_losses import FeedbackSettings
 from luthier.objectives.pair_formulas import PairSettings
 from luthier.objectives.token_losses import TokenSettings
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from peer_files import value_of
 
-from luthier.cli.dumping import dump_translation
+from luthier.cli.configuring import dump_translation
 from luthier.config.loading import load_config_text, load_draft
 from luthier.config.peers.trl import TRL
 from luthier.config.tree import parse_path
