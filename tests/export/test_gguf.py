@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from luthier.export.checks import BOUNDS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import luthier
@@ -23,6 +22,7 @@ from luthier.check.golden import GoldenContext, Parity, read_parity
 from luthier.config.schema import ExportConfig
 from luthier.errors import ModelError, UserError
 from luthier.export import gguf, taken_down
+from luthier.export.checks import BOUNDS
 from luthier.export.gguf import GGUF_BOUNDS, convert, converter_folder, prove_gguf
 from luthier.export.llama_server import llama_server
 from luthier.export.pre_tokenizers import PROBE, known_name
