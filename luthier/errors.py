@@ -58,6 +58,11 @@ class UserError(LuthierError, ValueError):
         return self.placed if self.hint is None else f"{self.placed}\n  hint: {self.hint}"
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says in a line; its class, where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def install_hint(extra: str) -> str:
     """The line that installs what an extra of this package brings, wherever Luthier itself came from.
 

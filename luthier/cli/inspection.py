@@ -242,14 +242,14 @@ def _repeated_ids(found: RepeatedIds, output: Output) -> dict[str, object]:
 
 
 def _print_rows(shown: library.Shown, output: Output) -> None:
-    from luthier.check.show.terminal import coloured_text, facts_line, token_table
+    from luthier.check.show.terminal import RowText, TokenTable, facts_line
 
     output.console.print(facts_line(shown.facts))
     for view in shown.rows:
         output.console.print()
-        output.console.print(token_table(view))
+        output.console.print(TokenTable(row=view))
         output.console.print()
-        output.console.print(coloured_text(view))  # below the long table: it is what one sees first in a terminal
+        output.console.print(RowText(row=view))  # below the long table: it is what one sees first in a terminal
 
 
 # ---------------------------------------- ``luthier verify``: is what training sees what inference sees, on these rows?

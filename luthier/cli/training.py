@@ -51,7 +51,7 @@ def train_and_tell(config: str, overrides: Sequence[str], console: Console, *, q
 def _tell(event: object, console: Console) -> None:
     from luthier.check.plan.costs import RunPlan
     from luthier.check.plan.terminal import plan_table
-    from luthier.check.show.terminal import coloured_text
+    from luthier.check.show.terminal import RowText
     from luthier.loader.settings import Loaded
     from luthier.training.report.report import summary
 
@@ -65,7 +65,7 @@ def _tell(event: object, console: Console) -> None:
             console.print()
             console.print("[bold]The first sample[/] [dim]as the model sees it; luthier show has the others[/]")
             for view in event.rows:
-                console.print(coloured_text(view, max_tokens=MAX_TOKENS_SHOWN))
+                console.print(RowText(row=view, max_tokens=MAX_TOKENS_SHOWN))
         case library.Reported():
             console.print()
             console.print(summary(event.report, list(event.files)))

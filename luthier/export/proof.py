@@ -22,7 +22,7 @@ from luthier.check.golden import GoldenContext, GoldenPictures, Parity, file_fau
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines.local import LocalEngine, base_of
-from luthier.errors import LuthierError, RowError
+from luthier.errors import LuthierError, RowError, first_line
 from luthier.export.checks import BOUNDS, CAST, ExportCheck, ExportProof, ExportResult, check_result
 from luthier.export.pictures import picture_faults
 from luthier.export.taken_down import ModuleProbe, TakenContext, TakenDown, logprobs_at, outputs_of, prompt_ids
@@ -120,7 +120,7 @@ def _special_ids(folder: Path, parity: Parity) -> ExportResult:
             if found.get(name) != number:
                 faults.append((name, f"id {found.get(name)}, trained with {number}"))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        faults.append(("tokenizer", _first_line(error)))
+        faults.append(("tokenizer", first_line(error)))
     faults += _config_ids(folder, parity)
     return check_result(ExportCheck.SPECIAL_IDS, counted(len(parity.special_ids), "special token"), faults)
 
@@ -184,13 +184,13 @@ def _prompt_faults(folder: Path, parity: Parity) -> Iterator[tuple[str, str]]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        yield "tokenizer", f"transformers cannot load it: {_first_line(error)}"
+        yield "tokenizer", f"transformers cannot load it: {first_line(error)}"
         return
     for golden in parity.prompts:
         try:
             found = prompt_ids(tokenizer, golden, parity.template_kwargs, parity.template_now)
         except Exception as error:  # noqa: BLE001 - a template raises what it likes
-            yield golden.row, f"the template refuses it: {_first_line(error)}"
+            yield golden.row, f"the template refuses it: {first_line(error)}"
             continue
         if found != golden.ids:
             yield golden.row, first_difference(found, golden.ids)
@@ -212,7 +212,7 @@ def _dtype(folder: Path, parity: Parity) -> ExportResult:
             what = f"quantization_config of {method}, exported with {parity.quantization or 'none'}"
             faults.append(("config.json", what))
     except (OSError, ValueError) as error:
-        faults.append(("config.json", _first_line(error)))
+        faults.append(("config.json", first_line(error)))
     count, quantized = 0, 0
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -226,7 +226,7 @@ def _dtype(folder: Path, parity: Parity) -> ExportResult:
                     if kind in _DTYPES and _DTYPES[kind] != parity.dtype:
                         faults.append((f"{path.name}:{name}", f"{_DTYPES[kind]}, exported in {parity.dtype}"))
         except (OSError, SafetensorError) as error:
-            faults.append((path.name, _first_line(error)))
+            faults.append((path.name, first_line(error)))
     told = f"{counted(count, 'tensor')} in {parity.dtype}"
     if parity.quantization:
         told += f", but for {counted(quantized, 'weight')} in {parity.quantization}"
@@ -407,7 +407,7 @@ def _merged(model: PreTrainedModel, probes: Sequence[ModuleProbe]) -> ExportResu
         try:
             found_PO = outputs_of(model.get_submodule(probe.name), probe.seed)
         except (AttributeError, RuntimeError, IndexError) as error:
-            faults.append((probe.name, _first_line(error)))
+            faults.append((probe.name, first_line(error)))
             continue
         added, there = (probe.adapted_PO - probe.base_PO).double(), (found_PO - probe.base_PO).double()
         square = float((added * added).sum())
@@ -443,8 +443,4 @@ def _differs(held: Sequence[HeldContext], merged: ExportResult) -> ExportResult:
 
 
 def _fault(error: BaseException) -> tuple[str, str]:
-    return type(error).__name__, _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+    return type(error).__name__, first_line(error)

@@ -28,7 +28,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from luthier.config.choices import QuantizationType, Sharding
 from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import ModelConfig, Precision, RunConfig
-from luthier.errors import ModelError
+from luthier.errors import ModelError, first_line
 from luthier.media.families.family import Attention
 from luthier.models import batch_invariance
 from luthier.models.attention import SEGMENTS, register_attention
@@ -151,7 +151,7 @@ def quantize_whole(loaded: LoadedModel, config: RunConfig) -> LoadedModel:
                 **given,
             )
         except (ValueError, ImportError, RuntimeError) as error:
-            what = f"{config.model.quantization.type} cannot be made of {type(model).__name__}: {_first_line(error)}"
+            what = f"{config.model.quantization.type} cannot be made of {type(model).__name__}: {first_line(error)}"
             raise ModelError(f"model.quantization: {what}", hint="set model.quantization: nf4") from error
     quantized.name_or_path = model.name_or_path
     quantized.config.get_text_config().use_cache = model.config.get_text_config().use_cache
@@ -289,7 +289,7 @@ def _model_config(section: ModelConfig, source: str) -> PretrainedConfig:
         found = AutoConfig.from_pretrained(source, **_hub_arguments(section, source))
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"model.name_or_path {section.name_or_path!r}: {_first_line(error)}",
+            f"model.name_or_path {section.name_or_path!r}: {first_line(error)}",
             hint="name a folder with config.json, a Hub id, or preset:NAME",
         ) from error
     ask_for_whole(found)
@@ -366,13 +366,13 @@ def _build(
             model_config, attn_implementation=attention, dtype=dtype, trust_remote_code=section.trust_remote_code
         )
     except (ValueError, ImportError) as error:
-        raise ModelError(f"model.name_or_path {section.name_or_path!r}: {_first_line(error)}") from error
+        raise ModelError(f"model.name_or_path {section.name_or_path!r}: {first_line(error)}") from error
     except (RuntimeError, ArithmeticError, LookupError, TypeError, AttributeError, AssertionError) as error:
         if not section.config_overrides:
             raise
         raise ModelError(
             f"model.config_overrides: {type(model_config).__name__} makes no model with these entries: "
-            f"{type(error).__name__}: {_first_line(error)}",
+            f"{type(error).__name__}: {first_line(error)}",
             hint="sizes that are not changed have to fit those that are",
         ) from error
     return model
@@ -412,7 +412,7 @@ def _load(
         )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelError(
-            f"model.name_or_path {section.name_or_path!r}: {_first_line(error)}",
+            f"model.name_or_path {section.name_or_path!r}: {first_line(error)}",
             hint="weights must be safetensors; for random weights set model.random_init: true",
         ) from error
     problems = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "mismatched_keys") if info[kind]}
@@ -426,10 +426,6 @@ def _load(
             hint="the parts without weights would be random; check model.config_overrides, or set model.random_init",
         )
     return model
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 # --------------------------------------------------------------------------------------------------------------------

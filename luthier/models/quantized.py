@@ -24,7 +24,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from luthier.config.choices import QuantizationType
 from luthier.config.inputs import QuantizationConfig
-from luthier.errors import ModelError
+from luthier.errors import ModelError, first_line
 from luthier.models.routers import router_names
 from luthier.writing import counted
 
@@ -162,7 +162,7 @@ def check_stored(config: PretrainedConfig, section: QuantizationConfig, *, merge
     except (ImportError, ValueError, RuntimeError) as error:
         packages = PACKAGES.get(method, "").split()
         lacking = [package for package in packages if not _is_there(package)]
-        why = f"{' and '.join(lacking)}, which it needs, cannot be imported" if lacking else _first_line(error)
+        why = f"{' and '.join(lacking)}, which it needs, cannot be imported" if lacking else first_line(error)
         wanted = lacking or (packages if isinstance(error, ImportError) else [])  # one that is there may be too old
         install = f"pip install -U {' '.join(wanted)}; or {hint}" if wanted else hint
         raise ModelError(f"{key}it cannot be loaded here: {why}", hint=install) from error
@@ -352,7 +352,3 @@ def quantization_note(model: PreTrainedModel) -> str:
         f"{counted(len(quantized) + len(packed_layers(model)), 'linear layer')} quantized, {share:.0%} of the weights"
     )
     return f"{layers}; all weights take {after:,.1f} MiB instead of {before:,.1f}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -16,8 +20,7 @@ from luthier.config.schema import EvalConfig, RunConfig, Strategy
 from luthier.loader.plan import StreamPlan
 from luthier.training.losses.step_losses import by_source
 from luthier.training.report.events import EventListener, Note, Saved, Started, StepDone
-from luthier.training.report.result import EvalRecord, StepRecord
-from luthier.training.signals import StopSignals
+from luthier.training.report.result import EvalRecord, StepRecord, exit_code
 from luthier.training.streams import World
 from luthier.writing import counted
 
@@ -242,6 +245,40 @@ class Hooks:
     def note(self, text: str) -> None:
         """Tell a decision or an incident in words."""
         self.tell(Note(text=text))
+
+
+WATCHED = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignals:
+    """The first SIGTERM or SIGINT asks the run to finish its step and save, the second ends the process at once.
+
+    While entered, it remembers the first in ``received``. Outside the main thread it watches nothing.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {watched: signal.signal(watched, self._receive) for watched in WATCHED}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for watched, handler in self._before.items():
+            signal.signal(watched, handler)
+
+    def _receive(self, signum: int, _: FrameType | None) -> None:
+        if self.received is not None:
+            # no clean-up: what a checkpoint is written into has no name that counts
+            os._exit(exit_code(signum))
+        self.received = signum
+        name = signal.Signals(signum).name
+        # not sys.stderr.write: the signal may have come in the middle of one
+        os.write(2, f"\n{name}: finishing the step, then saving; once more stops at once\n".encode())
 
 
 class StopAgreement:

@@ -35,7 +35,7 @@ from luthier.preparation.prepared import Prepared
 from luthier.sources import open_sources, resolve_sources
 from luthier.sources.source import RowsByAddress
 from luthier.training.assemble import RunSetup, make_model, make_trainer, summarise_model
-from luthier.training.callbacks import AnsweringBetween, Hooks, StopAgreement
+from luthier.training.callbacks import AnsweringBetween, Hooks, StopAgreement, StopSignals
 from luthier.training.data import RunData, open_run_data
 from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import (
@@ -56,7 +56,6 @@ from luthier.training.report.result import LOG_FILE, RunResult
 from luthier.training.rollouts.drawing import Rollouts
 from luthier.training.rollouts.held_out import HeldOutTalks, with_rewards
 from luthier.training.schedule import FEW_STEPS, length_notes
-from luthier.training.signals import StopSignals
 from luthier.training.streams import World, check_rows, loader_state, make_schedule, state_at_start
 from luthier.writing import counted
 

@@ -28,7 +28,7 @@ from luthier.config.objective import OBJECTIVES
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import AdapterConfig, AdapterType, Precision, RunConfig, Sharding, Strategy
 from luthier.encoding.encoder import Encoder
-from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, UserError
+from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, UserError, first_line
 from luthier.loader.settings import answer_faults, data_faults, media_of
 from luthier.media import MediaSource
 from luthier.models.adapter_files import check_mergeable, shape_existing
@@ -158,7 +158,7 @@ def _schedule(draft: Draft) -> Iterator[Problem]:
                 optimizer.step()
                 schedule.step(*([1.0] if train.lr_scheduler_type in FOLLOWS_MEASURE else []))
     except _FAULTS as error:
-        what = f"{train.lr_scheduler_type} does not take {dict(train.lr_scheduler_kwargs)}: {_first_line(error)}"
+        what = f"{train.lr_scheduler_type} does not take {dict(train.lr_scheduler_kwargs)}: {first_line(error)}"
         yield draft.problem("train.lr_scheduler_kwargs", what, "names and values are those of transformers' schedules")
 
 
@@ -190,7 +190,7 @@ def _optimizer(draft: Draft) -> Iterator[Problem]:
     except _FAULTS as error:
         key = "train.optim_args" if train.optim_args and not isinstance(error, ImportError) else "train.optim"
         with_what = f" with {train.optim_args}" if key == "train.optim_args" else ""
-        what = f"{train.optim}{with_what} takes no step on this machine: {_first_line(error)}"
+        what = f"{train.optim}{with_what} takes no step on this machine: {first_line(error)}"
         by_name = f"it reads {', '.join(row.settings)}"
         yield draft.problem(key, what, by_name if key == "train.optim_args" else "set train.optim: adamw_torch")
 
@@ -354,10 +354,6 @@ def _device_of(config: RunConfig) -> str:
         return run_device(config)
     except ModelError:
         return "cpu"
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _line(problem: Problem) -> tuple[bool, int]:

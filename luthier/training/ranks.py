@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from luthier.errors import TrainingError
+from luthier.errors import TrainingError, first_line
 from luthier.training.streams import World
 from luthier.writing import write_whole
 
@@ -53,16 +53,16 @@ def naming_lost_ranks(output: Path, world: World) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if not _is_of_another(error):
-            _write(folder, world.rank, {**mine, "error": _first_line(error)})
+            _write(folder, world.rank, {**mine, "error": first_line(error)})
             raise
         lost = _look_for_lost(folder, world) or f"another rank: {_silent_ranks(folder, world)}"
         raise TrainingError(
-            f"rank {world.rank} has lost {lost}: {_first_line(error)}",
+            f"rank {world.rank} has lost {lost}: {first_line(error)}",
             hint="what that rank printed says why (torchrun --log-dir keeps it); once it is fixed, the same command "
             "goes on from the newest checkpoint",
         ) from error
     except BaseException as error:
-        _write(folder, world.rank, {**mine, "error": _first_line(error)})
+        _write(folder, world.rank, {**mine, "error": first_line(error)})
         raise
     else:
         _write(folder, world.rank, {**mine, "done": True})
@@ -141,7 +141,3 @@ def _read(folder: Path, rank: int) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and {"host", "pid"} <= found.keys() else None
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

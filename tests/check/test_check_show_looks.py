@@ -11,7 +11,7 @@ from markupsafe import Markup
 from rich.console import Console
 
 from luthier.check.show.html import page_html, tokens_html
-from luthier.check.show.terminal import coloured_text, token_table
+from luthier.check.show.terminal import RowText, TokenTable
 from luthier.check.show.text import plain_text
 from luthier.check.show.token_origins import PROMPT, STOP, SegmentOrigin, TokenOrigin
 from luthier.check.show.view import RowView, show_pack
@@ -85,26 +85,26 @@ def page_data(page: str) -> list[dict]:
 
 def test_targets_stand_in_brackets_where_there_is_no_colour_and_only_there() -> None:
     view = view_of(("qq", "abc"))
-    assert "qq<|begin|>⟦abc<|end|>⟧" in terminal(coloured_text(view))
-    coloured = terminal(coloured_text(view), colour=True)
+    assert "qq<|begin|>⟦abc<|end|>⟧" in terminal(RowText(row=view))
+    coloured = terminal(RowText(row=view), colour=True)
     assert "⟦" not in coloured and "\x1b[1;32mabc" in coloured  # bold green
 
 
 def test_no_color_in_the_environment_brings_the_brackets() -> None:
     console = Console(width=80, file=(file := StringIO()), force_terminal=True, _environ={"NO_COLOR": "1"})
-    console.print(coloured_text(view_of(("qq", "abc"))))
+    console.print(RowText(row=view_of(("qq", "abc"))))
     assert "⟦" in file.getvalue()
 
 
 def test_everything_fits_into_80_columns() -> None:
     view = view_of(("q" * 200 + "你好" * 60, "a" * 90), num_runs=3)
-    for text in (terminal(coloured_text(view)), terminal(token_table(view))):
+    for text in (terminal(RowText(row=view)), terminal(TokenTable(row=view))):
         assert max(Console().measure(line).maximum for line in text.splitlines()) <= 80
         assert "run 1 of 3" in " ".join(text.split())
 
 
 def test_the_table_has_a_line_for_every_token_with_its_owner_and_label() -> None:
-    lines = terminal(token_table(view_of(("q", "é"), weight=0.5)), width=120).splitlines()
+    lines = terminal(TokenTable(row=view_of(("q", "é"), weight=0.5)), width=120).splitlines()
     cells = [re.split(r"\s{2,}", line.strip()) for line in lines if re.match(r"\s*\d", line)]
     assert cells == [
         ["0", "113", "q", "0 user · content", "0", "–"],
@@ -115,19 +115,19 @@ def test_the_table_has_a_line_for_every_token_with_its_owner_and_label() -> None
 
 
 def test_no_text_is_read_as_markup_of_the_terminal() -> None:
-    text = terminal(coloured_text(view_of(("[red]q[/]\n", "\x1b[31m"))))
+    text = terminal(RowText(row=view_of(("[red]q[/]\n", "\x1b[31m"))))
     assert "[red]q[/]↵" in text and "␛[31m" in text and "\x1b" not in text
 
 
 def test_long_rows_are_cut_and_the_rest_is_counted() -> None:
-    assert "… 43 more tokens" in terminal(coloured_text(view_of(("q" * 50, "a")), max_tokens=10))
+    assert "… 43 more tokens" in terminal(RowText(row=view_of(("q" * 50, "a")), max_tokens=10))
 
 
 def test_a_finding_is_told_in_the_terminal() -> None:
     view = view_of(("q", "a"), finding="token 3 is another one")
     assert view.findings == ["token 3 is another one"]
-    assert "! token 3 is another one" in terminal(coloured_text(view))
-    assert "! " not in terminal(coloured_text(view_of(("q", "a"))))
+    assert "! token 3 is another one" in terminal(RowText(row=view))
+    assert "! " not in terminal(RowText(row=view_of(("q", "a"))))
 
 
 def test_plain_text_has_all_text_and_marks_what_is_learned() -> None:

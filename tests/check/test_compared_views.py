@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from luthier.check.show.html import page_html, tokens_html
-from luthier.check.show.terminal import coloured_text
+from luthier.check.show.terminal import RowText
 from luthier.check.show.view import RowView, show_pack
 from luthier.records import Address, Pack, Segment
 
@@ -44,7 +44,7 @@ def rejected(conversation: RowView) -> RowView:
 
 def in_a_terminal(row: RowView, *, colours: bool) -> str:
     console = Console(width=100, file=StringIO(), force_terminal=colours, no_color=not colours, record=True)
-    console.print(coloured_text(row))
+    console.print(RowText(row=row))
     return console.export_text()
 
 

@@ -18,7 +18,7 @@ from verify_cases import AT, chat, message
 
 from luthier.check.show.html import page_html, tokens_html
 from luthier.check.show.previews import LONGEST_SIDE, WAVE_HEIGHT, WAVE_WIDTH, outline, preview, previews
-from luthier.check.show.terminal import coloured_text, token_table
+from luthier.check.show.terminal import RowText, TokenTable
 from luthier.check.show.text import plain_text
 from luthier.check.show.token_origins import SegmentOrigin, TokenOrigin, name_owners, speakers_of
 from luthier.check.show.token_text import item_words, placed_media
@@ -100,7 +100,7 @@ def test_an_item_is_one_thing_in_the_text_of_a_row(vl_encoder: Encoder, media_fo
 @pytest.mark.parametrize("colour", [True, False])
 def test_in_a_terminal_an_item_has_a_line_of_its_own(vl_encoder: Encoder, media_folder: Path, colour: bool) -> None:
     view = view_of(two_pictures(media_folder), vl_encoder)
-    shown = printed(coloured_text(view), colour=colour)
+    shown = printed(RowText(row=view), colour=colour)
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line).strip() for line in shown.splitlines()]
     assert f"⟨image 90×40 · {view.media[0].length} tokens⟩" in lines
     assert not any(slot in shown for slot in SLOTS)
@@ -109,7 +109,7 @@ def test_in_a_terminal_an_item_has_a_line_of_its_own(vl_encoder: Encoder, media_
 
 def test_the_table_has_one_line_for_an_item(vl_encoder: Encoder, media_folder: Path) -> None:
     view = view_of(two_pictures(media_folder), vl_encoder)
-    lines = printed(token_table(view)).splitlines()
+    lines = printed(TokenTable(row=view)).splitlines()
     assert len([line for line in lines if "⟨image ×" in line]) == 2
     first = next(line for line in lines if "⟨image ×" in line)
     slot = vl_encoder.tokenizer.control_id(SLOTS[0])
@@ -124,10 +124,10 @@ def test_the_limit_of_a_first_look_counts_an_item_as_one(vl_encoder: Encoder, me
     view = view_of(film(media_folder), vl_encoder)
     (item,) = view.media
     assert item.length > 20
-    shown = printed(coloured_text(view, max_tokens=item.start + 3))
+    shown = printed(RowText(row=view, max_tokens=item.start + 3))
     assert "⟨video" in shown
     assert f"{len(view.tokens) - item.start - item.length - 2} more tokens" in shown
-    assert "⟨video" not in printed(coloured_text(view, max_tokens=item.start))
+    assert "⟨video" not in printed(RowText(row=view, max_tokens=item.start))
 
 
 def test_words_say_kind_size_and_tokens() -> None:

@@ -56,17 +56,13 @@ def facts_line(facts: Mapping[str, str]) -> Text:
     return Text(" · ").join(Text.assemble((f"{name} ", "dim"), value) for name, value in facts.items())
 
 
-def coloured_text(row: RowView, *, max_tokens: int | None = None) -> RowText:
-    """The row's text, segment by segment, targets in green; cut after ``max_tokens`` tokens, which is said."""
-    return RowText(row=row, max_tokens=max_tokens)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowText:
-    """What `coloured_text` gives: it prints itself with colours or with brackets, as the terminal can."""
+    """The row's text, segment by segment, targets in green or, where the terminal has no colours, in brackets; cut
+    after ``max_tokens`` tokens, which is said."""
 
     row: RowView
-    max_tokens: int | None
+    max_tokens: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         has_colour = console.color_system is not None and not console.no_color
@@ -88,14 +84,10 @@ class RowText:
             yield Padding(Text(f"… {counted(len(row.tokens) - len(shown), 'more token')}", style="dim"), (0, 0, 0, 2))
 
 
-def token_table(row: RowView) -> TokenTable:
-    """Every token of the row with its numbers; a character split over tokens stands at its first one."""
-    return TokenTable(row=row)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenTable:
-    """What `token_table` gives: one table a segment, which fits into 80 columns."""
+    """Every token of the row with its numbers, one table a segment, which fits into 80 columns; a character split over
+    tokens stands at its first one."""
 
     row: RowView
 

@@ -27,6 +27,7 @@ from luthier.check.verify.reference_tokenizer import (
 from luthier.check.verify.server import TokenServer
 from luthier.check.verify.token_runs import (
     LengthJudge,
+    as_context,
     asked_besides,
     besides_faults,
     best_position,
@@ -52,10 +53,7 @@ from luthier.records import (
     Row,
     Sample,
     Segment,
-    Text,
-    Thinking,
     Tokenized,
-    ToolCall,
 )
 from luthier.templating.limits import TemplateSettings
 from luthier.writing import counted
@@ -448,7 +446,7 @@ def as_conversation(
     ruled = ruled_conversation(replace(whole, messages=(*added, *whole.messages)), policy.rules)
     first = len(ruled.messages) - len(answer)
     messages = tuple(
-        message if index >= first and message.role == "assistant" else _given(message)
+        message if index >= first and message.role == "assistant" else as_context(message)
         for index, message in enumerate(ruled.messages)
     )
     return replace(ruled, messages=messages, rules=(), train_on="assistant")
@@ -486,8 +484,3 @@ def comparison_faults(row: ComparedRow, sample: Sample) -> Iterator[Violation]:
     if sample.verdict is None or not np.isclose(sample.verdict, said):
         what = f"the row says {said:g} (margin, or 1 for desirable), the sample {sample.verdict}"
         yield Violation(check=Check.VERDICT, address=address, what=what)
-
-
-def _given(message: Message) -> Message:
-    parts = tuple(replace(p, train=None) if isinstance(p, Text | Thinking | ToolCall) else p for p in message.parts)
-    return replace(message, train=False, parts=parts)

@@ -413,13 +413,14 @@ def _turns(messages: Sequence[Message]) -> tuple[int, list[int]]:
 def _from_turn(row: Conversation, head: int, start: int, answers: Sequence[int]) -> Conversation:
     end = answers[-1] + 1
     messages = [
-        row.messages[place] if place in answers else _context(row.messages[place])
+        row.messages[place] if place in answers else as_context(row.messages[place])
         for place in (*range(head), *range(start, end))
     ]
     goes_on = row.continue_final_message and end == len(row.messages)
     return replace(row, messages=tuple(messages), continue_final_message=goes_on)
 
 
-def _context(message: Message) -> Message:
+def as_context(message: Message) -> Message:
+    """A message of which nothing is learned."""
     parts = tuple(replace(p, train=None) if isinstance(p, Text | Thinking | ToolCall) else p for p in message.parts)
     return replace(message, train=False, parts=parts)

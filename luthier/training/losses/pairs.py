@@ -41,6 +41,7 @@ from luthier.training.losses.parts import AnswerLosses, ObjectiveParts, entropy_
 from luthier.training.losses.reference_choice import choose_reference, ld_alpha
 from luthier.training.losses.references import Reference
 from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Stateless, Tell
+from luthier.training.losses.tokens import held_out_losses
 from luthier.training.report.result import ACCURACIES, ENTROPY, MARGINS, REWARDS
 
 
@@ -56,6 +57,13 @@ def pair_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLo
         num_sources=max(parts.num_sources),
     )
     return losses, losses
+
+
+def own_pair_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+    """The best and the worst of the model's own answers are compared as those of a row. Held-out rows hold one answer
+    each."""
+    trained, _ = pair_losses(parts, forward, tell)
+    return trained, held_out_losses(parts, forward)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from luthier.config.objective import LOSSES
 from luthier.config.rollout import RolloutConfig
 from luthier.models.passes import ModelPass, ValueHead, add_value_head
 from luthier.models.quantized import rounds_inputs
-from luthier.objectives import Measures, TokenScores, TokenSettings
+from luthier.objectives import Measures, TokenScores, token_settings
 from luthier.objectives.measures import measure
 from luthier.objectives.policy_losses import (
     Advantage,
@@ -37,7 +37,7 @@ from luthier.training.losses.parts import ObjectiveParts
 from luthier.training.losses.reference_choice import reference_model
 from luthier.training.losses.references import ReferenceModel
 from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Stateless, Tell
-from luthier.training.losses.tokens import TokenLosses
+from luthier.training.losses.tokens import TokenLosses, held_out_losses
 from luthier.training.report.result import ENTROPY
 from luthier.training.rollouts.gap_watch import NUMBERS, GapWatch
 
@@ -50,7 +50,6 @@ FLOOR, FLOOR_OF_16_BITS = 1e-4, 2e-2
 
 
 def policy_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
-    """Held-out rows are measured by plain cross-entropy of the answers that they hold."""
     objective, exact = parts.config.objective, parts.autocast is None
     policy = replace(forward, temperature=parts.config.rollout.temperature)
     exact = exact and next(parts.model.parameters()).dtype == torch.float32 and not rounds_inputs(parts.loaded.model)
@@ -65,8 +64,23 @@ def policy_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> Both
             rollout=parts.config.rollout,
             gaps=GapWatch(config=parts.config.rollout, floor=floor, forward=forward, tell=tell),
         ),
-        TokenLosses(forward=forward, settings=TokenSettings(), num_sources=parts.num_sources[1]),
+        held_out_losses(parts, forward),
     )
+
+
+def teacher_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+    """Answers are learned from a teacher: by its probability of each token (``opd``), or by its whole distribution."""
+    objective = parts.config.objective
+    if LOSSES.named(objective.loss_name).advantage == Advantage.TEACHER:
+        return policy_losses(parts, forward, tell)
+    policy = replace(forward, temperature=parts.config.rollout.temperature)
+    trained = TokenLosses(
+        forward=policy,
+        settings=token_settings(objective),
+        reference=reference_model(parts, policy, tell),
+        num_sources=parts.num_sources[0],
+    )
+    return trained, held_out_losses(parts, forward)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -28,15 +28,18 @@ from luthier.training.report.result import ENTROPY
 
 
 def token_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
-    """Held-out rows are measured by plain cross-entropy, whatever is trained."""
+    """The losses of a run, and those of held-out rows."""
     objective = parts.config.objective
-    sources, eval_sources = parts.num_sources
     reference = reference_model(parts, forward, tell) if objective.needs_reference else None
-    settings = token_settings(objective)
-    return (
-        TokenLosses(forward=forward, settings=settings, reference=reference, num_sources=sources),
-        TokenLosses(forward=forward, settings=TokenSettings(), num_sources=eval_sources),
+    trained = TokenLosses(
+        forward=forward, settings=token_settings(objective), reference=reference, num_sources=parts.num_sources[0]
     )
+    return trained, held_out_losses(parts, forward)
+
+
+def held_out_losses(parts: ObjectiveParts, forward: ModelPass) -> TokenLosses:
+    """Plain cross-entropy of the answers that held-out rows hold, whatever is trained."""
+    return TokenLosses(forward=forward, settings=TokenSettings(), num_sources=parts.num_sources[1])
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

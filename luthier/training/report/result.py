@@ -17,7 +17,6 @@ import msgspec
 
 from luthier.config.objective import kind_of
 from luthier.training.folder.staging import FILES
-from luthier.training.signals import exit_code
 from luthier.writing import counted
 
 RESULT_FILE = "result.json"
@@ -37,6 +36,11 @@ class Ended(StrEnum):
     COMPLETED = "completed"
     EARLY_STOPPED = "early_stopped"
     INTERRUPTED = "interrupted"  # a signal; a checkpoint was saved
+
+
+def exit_code(signum: int) -> int:
+    """What a process ended by a signal exits with, as shells count: SIGTERM 143, SIGINT 130."""
+    return 128 + signum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
