@@ -154,6 +154,11 @@ class RunSetup:
         """This process among the ranks."""
         return self.hooks.stop.world
 
+    @property
+    def first_step(self) -> int | None:
+        """Where a run goes on; None where it begins."""
+        return None if self.resume is None else checkpoint_step(self.resume)
+
 
 def make_trainer(setup: RunSetup) -> Trainer:
     """The trainer, ready to run."""
@@ -161,7 +166,6 @@ def make_trainer(setup: RunSetup) -> Trainer:
     media = choose_media(config, data, setup.run_model.loaded.model, setup.run_model.media, schedule, hooks)
     run_model = replace(setup.run_model, media=media)
     setup = replace(setup, run_model=run_model)
-    first_step = None if setup.resume is None else checkpoint_step(setup.resume)
     evaluates = data.eval is not None and config.eval.strategy is not Strategy.NO
     shared = _shares(config, data, schedule)
     how = collating(config, tokenizer, run_model.loaded, shared=shared)
@@ -171,25 +175,24 @@ def make_trainer(setup: RunSetup) -> Trainer:
         schedule,
         how,
         rank=setup.world.rank,
-        first_step=first_step or 0,
+        first_step=setup.first_step or 0,
         num_workers=config.runtime.dataloader_num_workers,
         shared=shared,
         media=media,
     )
     steps = stream.first_step if stream.is_over else schedule.horizon  # the horizon may be an estimate
-    begins = evaluates and first_step is None
-    arguments = training_arguments(config, max_steps=steps, evaluates=evaluates, evaluates_first=begins)
+    begins = setup.first_step is None
+    arguments = training_arguments(config, max_steps=steps, evaluates=evaluates, evaluates_first=evaluates and begins)
     losses, eval_losses = _losses(setup, how, shared=shared, device=arguments.device)
-    if first_step is None and isinstance(run_model.model, PeftModel):
+    if begins and isinstance(run_model.model, PeftModel):
         _first_values(setup, run_model.model, how, losses)
     keeps_trees = shared and losses.forward.isolation.shared  # as found by trying
     check_reward_columns(config, data.train)
     rollouts = _rollouts(setup, how, losses, shared=keeps_trees)
     stream = replace(stream, watch=lost.watch, reader=streams.sharing(stream.reader, keeps_trees), rollouts=rollouts)
-    measured = (*(() if rollouts is None else names_of_drawing(config.rollout)), *losses.measured)
-    eval_stream = None if data.eval is None else _one_pass(setup, how, data.eval)
-    if eval_stream is not None:
-        eval_stream = replace(eval_stream, watch=partial(lost.watch, counted=False))
+    eval_stream = None
+    if data.eval is not None:
+        eval_stream = replace(_one_pass(setup, how, data.eval), watch=partial(lost.watch, counted=False))
 
     def save_state(folder: Path, step: int) -> None:
         streams.loader_state(schedule, data, step).save(folder)
@@ -205,7 +208,7 @@ def make_trainer(setup: RunSetup) -> Trainer:
         eval_sources=data.eval_sources,
         losses=losses,
         eval_losses=eval_losses,
-        measured=measured,
+        measured=(*(names_of_drawing(config.rollout) if rollouts else ()), *losses.measured),
         meter=Meter(),
         processing_class=artifacts.transformers_tokenizer(tokenizer) if hooks.callbacks else None,
         # a checkpoint holds the adapter as it is trained; the conversion is for the final one
