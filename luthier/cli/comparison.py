@@ -135,19 +135,25 @@ _COLUMNS = ("A", "B", "B - A", "interval", "p", "better", "worse", "equal")
 
 
 def _metric_table(found: PredictionComparison) -> Table:
-    table = Table(Column("metric", no_wrap=True), *_COLUMNS, box=None, pad_edge=False)
+    columns = [Column(name, no_wrap=True, justify="right") for name in _COLUMNS]
+    table = Table(Column("metric", no_wrap=True), *columns, box=None, pad_edge=False)
     for one in found.metrics:
-        ends = "" if one.interval is None else f"{one.interval[0]:+.2g} to {one.interval[1]:+.2g}"
+        ends = "" if one.interval is None else f"{_short(one.interval[0])} to {_short(one.interval[1])}"
         counts = ["" if count is None else f"{count:,}" for count in (one.better, one.worse, one.equal)]
         values = (
             f"{one.a:.4g}",
             f"{one.b:.4g}",
-            f"{one.difference:+.3g}",
+            _short(one.difference),
             ends,
             f"{one.p:.3f}" if one.p >= 0.001 else "<.001",
         )
         table.add_row(escape(one.name), *values, *counts)
     return table
+
+
+def _short(difference: float) -> str:
+    """``+0.62``, ``-1,267``: two digits or more, and no power of ten where a reader would have to count."""
+    return f"{difference:+,.0f}" if 100 <= abs(difference) < 1e9 else f"{difference:+.2g}"
 
 
 def _side(name: str, draft: Draft) -> tuple[EncodedSide, list[Source]]:

@@ -33,7 +33,7 @@ SYNTAX = [
     _case("only_comments", "# to do\n\n", ("run.yaml:1: ", "empty")),
     _case("only_null", "~\n", ("run.yaml:1: ", "sections are needed", "no value")),
     _case(
-        "tabs", "model: x\ndata:\n\ttrain: a\n\teval: b\n", ("run.yaml:3: ", "tab", "blanks"), ("run.yaml:4: ", "tab")
+        "tabs", "model: x\ndata:\n\ttrain: a\n\teval: b\n", ("run.yaml:3: ", "tab", "spaces"), ("run.yaml:4: ", "tab")
     ),
     _case("two_colons", "model: a: b\n", ("run.yaml:1: ", "second colon", 'model: "a: b"')),
     _case("no_colon", "model: x\ntrain\ndata: y\n", ("run.yaml:3: ", "line 2", "`key: value`")),

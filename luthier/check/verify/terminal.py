@@ -131,8 +131,8 @@ def _facts(report: VerifyReport) -> list[RenderableType]:
         named = ", ".join(f"{token} {n:,}×" for token, n in report.control_strings.most_common(STRINGS_SHOWN))
         lines.append(
             Text(
-                f"{counted(count, 'control string stands', 'control strings stand')} in the "
-                f"rows' own text, where they are encoded as text: {named}"
+                f"{counted(count, 'control string', 'control strings')} in the "
+                f"rows' own text, encoded as ordinary text: {named}"
             )
         )
     for note, count in report.notes.items():
