@@ -239,8 +239,8 @@ def _for_choices(text: str, schema: JsonSchema) -> str | None:
         return None
     close = nearest(text, names)
     ask = f"did you mean {close}? " if close is not None else ""
-    if len(names) <= MAX_CHOICES:
-        return f"{ask}allowed: {', '.join(names)}"
+    if len(names) <= MAX_CHOICES:  # what is expected lists them, too
+        return f"did you mean {close}?" if close is not None else f"allowed: {', '.join(names)}"
     return f"{ask}allowed: {', '.join(names[:6])} … all {len(names)} are in `luthier config schema`"
 
 
