@@ -146,9 +146,8 @@ def _pieces_of(
     home = next(whole, None)
     if home is None:
         raise StoreError(
-            f"{segment.address}: run {number + 1} is {counted(len(segment), 'token')} in the store, "
-            f"and rendering gives none of "
-            f"these tokens now (it gives {', '.join(str(len(path)) for path in paths)} tokens)",
+            f"{segment.address}: run {number + 1} is {counted(len(segment), 'token')} in the store, and rendering "
+            f"gives none of these tokens now (it gives {', '.join(str(len(path)) for path in paths)} tokens)",
             hint=AGAIN,
         )
     taken.add(home)

@@ -219,8 +219,7 @@ def check_epoch(num_rows: int, all_rows: int, *, why: str) -> None:
         raise UserError(
             f"an epoch would have {counted(num_rows, 'row')}, and there are {all_rows:,}: {why}",
             hint=f"at most {counted(most, 'row is', 'rows are')} planned at once: change the weights "
-            f"of data.train[], or let "
-            "train.num_train_epochs say how often all are seen",
+            "of data.train[], or let train.num_train_epochs say how often all are seen",
             key="data.train",
         )
 

@@ -329,9 +329,8 @@ def cut_units(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflo
                 row = int(np.argmax(too_long))
                 longest = int(leaves.lengths[leaves.row == row].max())
                 raise UserError(
-                    f"{prepared.address(row)}: prompt and continuation have "
-                    f"{counted(longest, 'token')}, data.max_length is "
-                    f"{max_length}",
+                    f"{prepared.address(row)}: prompt and continuation have {counted(longest, 'token')}, "
+                    f"data.max_length is {max_length}",
                     hint="raise data.max_length, or set data.overflow to drop or truncate",
                 )
         case Overflow.DROP | Overflow.KEEP_ANSWER:

@@ -225,9 +225,8 @@ def _require_scalars(calls: Sequence[ToolCall], rest: str, field: str) -> None:
         if len(found) < count:
             raise RowError(
                 "answer_lost",
-                f"the calls' arguments have {_short(min(forms))} {counted(count, 'time')} and the "
-                f"chat template prints it "
-                f"{counted(len(found), 'time')}, so the model would learn other calls",
+                f"the calls' arguments have {_short(min(forms))} {counted(count, 'time')} and the chat template "
+                f"prints it {counted(len(found), 'time')}, so the model would learn other calls",
                 field=field,
             )
 

@@ -354,8 +354,7 @@ def place_media(sketch: str, messages: Sequence[Message], slots: MediaSlots) -> 
             raise RowError(
                 "media_places",
                 f"the chat template printed {token} {counted(len(places), 'time')} for "
-                f"{counted(len(of_items), 'item')}; use the template "
-                "that came with the model",
+                f"{counted(len(of_items), 'item')}; use the template that came with the model",
                 field="messages",
             )
         placed.update(zip(places, of_items, strict=True))

@@ -209,11 +209,10 @@ class Prefixes:
         if self.num_whole > MOST_WHOLE:
             raise RowError(
                 "too_many_messages",
-                f"{counted(len(self.row.messages), 'message')}: the chat template prints earlier "
-                f"messages in another way for "
-                f"each answer, so that every prompt has to be rendered whole, and {MOST_WHOLE:,} rendered messages are "
-                "allowed for one row: cut the conversation into several, or learn fewer answers (train_on: "
-                "last_assistant)",
+                f"{counted(len(self.row.messages), 'message')}: the chat template prints earlier messages in another "
+                f"way for each answer, so that every prompt has to be rendered whole, and {MOST_WHOLE:,} rendered "
+                "messages are allowed for one row: cut the conversation into several, or learn fewer answers "
+                "(train_on: last_assistant)",
                 field="messages",
             )
 

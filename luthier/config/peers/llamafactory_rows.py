@@ -119,9 +119,8 @@ def _whole_videos(reading: Translator) -> None:
         return
     reading.set("media.video_max_pixels", pixels * frames, "video_max_pixels")
     reading.told.append(
-        f"video_max_pixels: this model counts the pixels of all frames together, "
-        f"{frames} × {pixels}; the frames "
-        "of a short video are larger than LLaMA-Factory's"
+        f"video_max_pixels: this model counts the pixels of all frames together, {frames} × {pixels}; the frames of a "
+        "short video are larger than LLaMA-Factory's"
     )
 
 

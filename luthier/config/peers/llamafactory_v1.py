@@ -234,9 +234,8 @@ def _steps(reading: Translator) -> None:
     reading.set("data.overflow", "keep_answer", "cutoff_len")
     reading.set("data.max_drop", 0.5, "cutoff_len")  # their runs never stop for rows that are lost
     reading.told.append(
-        f"cutoff_len: a row over {counted(most, 'token')} loses the oldest turns of its prompt, never "
-        f"a part of its answer; "
-        "LLaMA-Factory cuts its end off; the report counts such rows"
+        f"cutoff_len: a row over {counted(most, 'token')} loses the oldest turns of its prompt, never a part of its "
+        "answer; LLaMA-Factory cuts its end off; the report counts such rows"
     )
     reading.set("train.packing", "none" if how == "normal" else "window", "batching_strategy")
     if how != "normal":
