@@ -89,7 +89,7 @@ def _source(draft: Draft, key: str, source: SourceConfig) -> Iterator[Problem]:
         return
     elif glob.has_magic(path):
         if next(glob.iglob(path, recursive=True), None) is None:
-            what = f'no file matches "{source.path}" (tried {_tried(path)})'
+            what = f'no file matches "{source.path}" (tried {os.path.abspath(path)})'
             yield draft.problem(at, what, "relative paths start from the current directory")
     else:
         hub = f"; a data set of the Hub is written hub:{path}" if _HUB_ID.fullmatch(path) and "/" in path else ""
@@ -124,14 +124,14 @@ def _model(draft: Draft, key: str, name: str | None) -> Iterator[Problem]:
         return
     if os.path.exists(path):
         yield draft.problem(
-            key, f'"{name}" is a file ({_tried(path)}), a model is a folder', "name the folder it is in"
+            key, f'"{name}" is a file ({os.path.abspath(path)}), a model is a folder', "name the folder it is in"
         )
     elif name.startswith((".", "/", "~")) or os.path.isdir(os.path.dirname(path)):
         is_hub_id = _HUB_ID.fullmatch(name) and not name.startswith(".")
         hub = f"; for the Hub's {name} work where no folder {name.split('/')[0]} is" if is_hub_id else ""
         yield draft.problem(key, _not_there(name, path, "folder"), _near(path) + hub)
     elif not _HUB_ID.fullmatch(name):
-        what = f'"{name}" is neither a folder ({_tried(path)}) nor a name on the Hub (OWNER/NAME)'
+        what = f'"{name}" is neither a folder ({os.path.abspath(path)}) nor a name on the Hub (OWNER/NAME)'
         yield draft.problem(key, what, "relative paths start from the current directory")
 
 
@@ -193,11 +193,7 @@ def _writable(draft: Draft, key: str, path: str | os.PathLike[str] | None) -> It
 
 
 def _not_there(shown: str, path: str, kind: str = "file") -> str:
-    return f'"{shown}" is not there: no such {kind} {_tried(path)}'
-
-
-def _tried(path: str) -> str:
-    return os.path.abspath(path)
+    return f'"{shown}" is not there: no such {kind} {os.path.abspath(path)}'
 
 
 def _near(path: str) -> str:

@@ -241,7 +241,7 @@ def _with_single_entry(schema: JsonSchema) -> JsonSchema:
 
 
 def _section(title: str, kind: type[Section], path: tuple[str | int, ...]) -> str:
-    lines = [f"## {title}", "", _code(" ".join((kind.__doc__ or "").split())), ""]
+    lines = [f"## {title}", "", _prose(kind.__doc__), ""]
     lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in kind.model_fields.items():
         schema = schema_at((*path, name))
@@ -250,8 +250,8 @@ def _section(title: str, kind: type[Section], path: tuple[str | int, ...]) -> st
         are_sections = bool(listed) and isinstance(listed[0], Section)
         given = [each.model_dump(exclude_unset=True) for each in listed] if are_sections else schema.get("default")
         default = "required" if field.is_required() else f"`{_shown(given)}`"
-        meaning = _code(" ".join((field.description or "").split()))
-        lines.append(f"| `{name}` | {_type(schema)} | {default} | {_cell(meaning)} |")
+        meaning = _prose(field.description).replace("|", "\\|")
+        lines.append(f"| `{name}` | {_type(schema)} | {default} | {meaning} |")
     return "\n".join([*lines, ""])
 
 
@@ -277,9 +277,6 @@ def _shown(default: object) -> str:
             return f"{default}"
 
 
-def _code(text: str) -> str:
-    return text.replace("``", "`")
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def _prose(text: str | None) -> str:
+    """A docstring as a paragraph of Markdown."""
+    return " ".join((text or "").split()).replace("``", "`")

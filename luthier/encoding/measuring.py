@@ -278,7 +278,8 @@ def _frame(template: ChatTemplate, kind: str, token: str, control: Set[str]) -> 
     """The token with the control tokens right around it that are there for the item's sake."""
     media = next(item for item in SOME_MEDIA if kind_of_media(item) == kind)
     try:
-        shown, plain = (_printed(template, parts) for parts in ((media, _WORDS), (_WORDS,)))
+        told = [[records.Message(role="user", parts=parts)] for parts in ((media, _WORDS), (_WORDS,))]
+        shown, plain = map(template.render, told)
     except RowError:
         return None
     own = _inserted(shown, plain)
@@ -296,10 +297,6 @@ def _frame(template: ChatTemplate, kind: str, token: str, control: Set[str]) -> 
 
 
 _WORDS = records.Text(text="so")
-
-
-def _printed(template: ChatTemplate, parts: tuple[records.Part, ...]) -> str:
-    return template.render([records.Message(role="user", parts=parts)])
 
 
 def _inserted(longer: str, shorter: str) -> str:

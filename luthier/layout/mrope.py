@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,12 +52,7 @@ class _Crops:
     frame_C: Ints
 
     def where(self, chosen_C: NDArray[np.bool_]) -> _Crops:
-        return _Crops(
-            start_C=self.start_C[chosen_C],
-            end_C=self.end_C[chosen_C],
-            size_C2=self.size_C2[chosen_C],
-            frame_C=self.frame_C[chosen_C],
-        )
+        return _Crops(**{field.name: getattr(self, field.name)[chosen_C] for field in fields(self)})
 
     def tokens(self) -> tuple[Ints, Ints, Ints, Ints]:
         """[M]: where each token is in the row, its crop, and its row and column there."""

@@ -271,7 +271,8 @@ def told_of_values(values: Sequence[Sequence[float]], rows: Sequence[str]) -> di
     if most > 1:
         told["best"] = sum(map(max, several)) / len(several)
         if all(sample in (0.0, 1.0) for sample in samples):
-            told |= {f"pass@{k}": _pass_at(k, several) for k in _powers(most)}
+            counts = sorted({most, *(2**power for power in range(most.bit_length()))})  # 10 -> 1, 2, 4, 8, 10
+            told |= {f"pass@{k}": _pass_at(k, several) for k in counts}
     return told
 
 
@@ -308,11 +309,6 @@ def pass_at(k: int, samples: int, right: int) -> float:
 def _pass_at(k: int, several: Sequence[Sequence[float]]) -> float:
     enough = [row for row in several if len(row) >= k]
     return sum(pass_at(k, len(row), int(sum(row))) for row in enough) / len(enough)
-
-
-def _powers(most: int) -> list[int]:
-    """``10 -> [1, 2, 4, 8, 10]``"""
-    return sorted({most, *(2**power for power in range(most.bit_length()))})
 
 
 def _ends(found: tuple[float, float] | None) -> dict[str, object]:

@@ -60,7 +60,8 @@ def require_answer(
     answer = _text_of(message, Text)
     calls = [part for part in message.parts if isinstance(part, ToolCall)]
     if answer not in learned and _TAG.match(answer):  # a template may lay the thought in a text out anew
-        learned, thought, answer = map(_tight, (learned, thought, answer))
+        around_tags = re.compile(rf"\s*({_MARKUP})\s*")
+        learned, thought, answer = (around_tags.sub(r"\1", text) for text in (learned, thought, answer))
     marks = [(start, end) for start, end, _ in _marks(learned, control)]
     end = len(learned)
     holes: list[tuple[int, int]] = []
@@ -144,11 +145,6 @@ def _refuse_added(added: str, texts: Sequence[str], rest: str, field: str) -> Ne
         "learn to write it; use a template that writes it in the prompt, or not at all",
         field=field,
     )
-
-
-def _tight(text: str) -> str:
-    """Without the white space around tags."""
-    return re.sub(rf"\s*({_MARKUP})\s*", r"\1", text)
 
 
 def _places(text: str, learned: str, marks: Sequence[tuple[int, int]], end: int) -> list[int]:

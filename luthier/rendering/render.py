@@ -41,6 +41,7 @@ from luthier.rendering.substitution import other_strings
 from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns
 from luthier.rendering.template import ChatTemplate
 from luthier.rendering.text_references import AlphabetFull, MessageShape, Slot, exchanged, message_shape, tools_shape
+from luthier.rendering.trained_turns import known_tags
 from luthier.writing import counted
 
 __all__ = ["CONTROL_STRING", "UNASKED", "Filled", "Renderer"]
@@ -249,11 +250,8 @@ class Renderer:
                 )
             except RowError:
                 prompt = ""
-            self._opens_thought = ending_of(prompt, self._known_tags(template)).is_open
+            self._opens_thought = ending_of(prompt, known_tags(template.literals, self.control)).is_open
         return self._opens_thought
-
-    def _known_tags(self, template: ChatTemplate) -> str:
-        return "\0".join((template.literals, *sorted(self.control.tokens)))
 
     def _build(
         self, row: records.Conversation, template: ChatTemplate, shapes: tuple[MessageShape, ...], strings: list[str]
@@ -388,6 +386,7 @@ class Renderer:
         spans = learned_spans(known.paths)
         last = max((span.message for _, span in spans), default=0)
         one_rendering = self.policy.history is HistoryRendering.ONE_RENDERING
+        tags = known_tags(template.literals, self.control)
         for path, span in spans:
             require_answer(
                 row.messages[span.message],
@@ -395,7 +394,7 @@ class Renderer:
                 control=self.control,
                 has_header=template.header != "",
                 may_lack_thought=one_rendering and span.message < last,
-                closing=closing_of_thought(path.recording.sketch[: span.seam], self._known_tags(template)),
+                closing=closing_of_thought(path.recording.sketch[: span.seam], tags),
                 field=f"messages[{span.message}]",
             )
 

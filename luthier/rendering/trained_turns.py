@@ -77,7 +77,7 @@ def context_of(template: ChatTemplate, history: RowHistory, index: int, control:
     for kwargs in _switches(template):
         prompt = history.recording(index, generation_prompt=True, **kwargs)
         turn = history.recording(index + 1, **kwargs)
-        known = _known_tags(template.literals, control)
+        known = known_tags(template.literals, control)
         usual = header[: openings.ending_of(header, known).header_end].strip()
         one = _Asked(history, index, prompt, turn, kwargs, openings.ending_of(prompt.sketch, known), usual)
         if one.leaves_header():  # the model would have to write it
@@ -109,7 +109,8 @@ def context_of(template: ChatTemplate, history: RowHistory, index: int, control:
 
 
 @functools.lru_cache(maxsize=8)
-def _known_tags(literals: str, control: ControlTokens) -> str:
+def known_tags(literals: str, control: ControlTokens) -> str:
+    """What a template can write itself and the tokenizer's control tokens, in one text that tags are looked for in."""
     return "\0".join((literals, *sorted(control.tokens)))
 
 

@@ -371,7 +371,7 @@ def repeated_ids(source: Source) -> RepeatedIds | None:
     Reads all rows once, and decodes nothing but the id; takes 16 bytes a row. Ids are compared as they are written: 1
     and "1" are two. A source none of whose first 1,000 rows has one is read no further. Raises `SourceError`.
     """
-    digests = np.fromiter((_digest(raw) for _, raw in _ids(source)), np.uint64)
+    digests = np.fromiter((xxhash.xxh3_64_intdigest(raw) for _, raw in _ids(source)), np.uint64)
     ascending = np.sort(digests)
     repeats = ascending[1:][ascending[1:] == ascending[:-1]]
     if not len(repeats):
@@ -402,11 +402,7 @@ def id_digests(rows: Sequence[RowBytes | RowError]) -> NDArray[np.uint64]:
     if not any(isinstance(row, RowBytes) and b'"id"' in row.raw for row in rows[:_ROWS_LOOKED_AT]):
         return np.zeros(0, np.uint64)
     raw = (_id_of(row) if isinstance(row, RowBytes) else b"null" for row in rows)
-    return np.array([0 if each == b"null" else _digest(each) for each in raw], dtype=np.uint64)
-
-
-def _digest(raw: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(raw)
+    return np.array([0 if each == b"null" else xxhash.xxh3_64_intdigest(each) for each in raw], dtype=np.uint64)
 
 
 class _OnlyId(msgspec.Struct):

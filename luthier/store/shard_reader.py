@@ -78,6 +78,7 @@ class Shard:
         bits = np.frombuffer(payload, np.uint8, count=(num_tokens + 7) // 8, offset=bits_start)
         weight_start = bits_start + -(-len(bits) // 4) * 4
         turns, (media, for_rewards) = _tail(payload[weight_start + 4 * num_tokens * int(index.has_weight[number]) :])
+        verdict = float(index.verdicts[number])
         first, last = index.branch_bounds[number : number + 2].tolist()
         parents, lengths = index.branch_parents[first:last].tolist(), index.branch_lengths[first:last].tolist()
         return Sample(
@@ -90,7 +91,7 @@ class Shard:
                 Branch(parent=parent, length=length) for parent, length in zip(parents, lengths, strict=True)
             ),
             notes=self.notes(number),
-            verdict=_verdict(float(index.verdicts[number])),
+            verdict=None if math.isnan(verdict) else verdict,
             prompt_turns=turns,
             media=media,
             for_rewards=for_rewards,
@@ -185,10 +186,6 @@ def _tail(payload: bytes) -> tuple[tuple[int, ...], tuple[tuple[MediaItem, ...],
     turns = np.frombuffer(payload, "<i4", count=num_turns, offset=8)
     start = 8 + turns.nbytes
     return tuple(turns.tolist()), media_from_bytes(payload[start : start + num_bytes])
-
-
-def _verdict(stored: float) -> float | None:
-    return None if math.isnan(stored) else stored
 
 
 def store_gone(folder: Path) -> StoreError:
