@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from verify_cases import chat, encoder, message
 
+from luthier.check.verify import plain_template
 from luthier.check.verify.findings import Check, RowVerdict
 from luthier.check.verify.policy import MOST_TURNS, drawn_turns
 from luthier.check.verify.row import RowVerifier
@@ -95,3 +96,16 @@ def test_a_wrong_context_is_found_by_the_last_answer(long_row: tuple[Conversatio
     ids[start - 8] = ids[start - 9]
     checks = {v.check for v in verdict(row, replace(sample, input_ids=ids)).violations}
     assert Check.PROMPT_TOKENS in checks
+
+
+def test_a_message_that_is_asked_for_again_is_never_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_template, "MOST_KEPT", 3)
+    template = plain_template.PlainTemplate("{{ messages[0].content }}", special_tokens={}, kwargs={})
+    kept = message("user", "kept")
+    for number in range(50):  # each is gone before the next is made, which may have its address
+        other = message("user", f"question {number}")
+        assert [each["content"] for each in template.plain([kept, other, kept])] == [
+            "kept",
+            f"question {number}",
+            "kept",
+        ]

@@ -39,6 +39,7 @@ _OPENS_THOUGHT = re.compile(
     r"|◁[^◁▷/\s]*think[^◁▷/\s]*▷)\s*$",
     re.IGNORECASE,
 )
+MOST_KEPT = 10_000  # messages that are kept as a template is given them
 WORD = "so"  # what a template is given to find out how it takes content
 
 
@@ -91,6 +92,7 @@ class PlainTemplate:
     ) -> None:
         self.source, self.special_tokens, self._kwargs = source, dict(special_tokens), dict(kwargs)
         self.opening = "".join(opening)
+        self._plain: dict[int, tuple[Message, dict[str, Any]]] = {}
         self.settings = settings or TemplateSettings()
         self.now = self.settings.now or datetime.now()  # for all rows, whoever renders them
         self._environment = plain_environment(self.now, self.settings.limits)
@@ -141,8 +143,17 @@ class PlainTemplate:
         return text if text.startswith(self.opening) else self.opening + text
 
     def plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Messages as the template is given them."""
-        return [plain_message(message, parts=self.takes_parts, inline=self.inline) for message in messages]
+        """Messages as the template is given them. Those of a long row are asked for again with each of its turns."""
+        if len(self._plain) > MOST_KEPT:
+            self._plain.clear()
+        return [self._plain_message(message) for message in messages]
+
+    def _plain_message(self, message: Message) -> dict[str, Any]:
+        known = self._plain.get(id(message))
+        if known is None or known[0] is not message:
+            made = plain_message(message, parts=self.takes_parts, inline=self.inline)
+            known = self._plain[id(message)] = message, made
+        return known[1]
 
     def _run(
         self, messages: list[dict[str, object]], tools: Tools = (), *, generation_prompt: bool, **kwargs: object
@@ -255,7 +266,7 @@ class HuggingFace:
         try:
             with _same_clock(template):
                 text: str = self._tokenizer.apply_chat_template(
-                    template.plain(messages),
+                    [dict(message) for message in template.plain(messages)],
                     tools=[dict(tool) for tool in tools] or None,
                     chat_template=template.source,
                     add_generation_prompt=prompt,
