@@ -463,8 +463,8 @@ def _first_to_arrive(data: RunData, reader: FeedReader, encoder: Encoder, tell: 
         hint = "what became of them is in quarantine.jsonl, in output.dir"
         raise UserError("no training row is left", hint=hint, key="data.train")
     segment, tokenizer = data.train[0], encoder.tokenizer
-    control = frozenset(tokenizer.control_id(token) for token in tokenizer.control.tokens)
-    return show_pack(Pack(segments=(segment,)), tokenizer, title=str(segment.address), control=control)
+    pack = Pack(segments=(segment,))
+    return show_pack(pack, tokenizer, title=str(segment.address), control=tokenizer.control_ids)
 
 
 def _fingerprints(encoder: Encoder) -> dict[str, str]:

@@ -21,7 +21,6 @@ from luthier.writing import counted, write_whole
 
 PARITY_FILE = "parity.json"
 PARITY_VERSION = 1
-_CHUNK = 1 << 20
 
 
 class GoldenPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,11 +186,8 @@ def first_difference(found: Sequence[int] | NDArray[Any], wanted: Sequence[int] 
 
 def digest_of(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_CHUNK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def golden_context(

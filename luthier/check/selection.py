@@ -68,19 +68,17 @@ class Selection:
         if index is None:
             hint = "name some with data.eval, or set data.eval_split"
             raise UserError("this run has no held-out data", hint=hint, key="data.eval")
-        tokenizer = loaded.encoder.tokenizer
-        control = frozenset(tokenizer.control_id(token) for token in tokenizer.control.tokens)
         match self.kind:
             case Kind.ROW:
-                return self._row(index, loaded, control)
+                return self._row(index, loaded)
             case Kind.PACK:
-                return self._pack(index, loaded, control)
+                return self._pack(index, loaded)
             case Kind.BATCH:
-                return self._batch(index, loaded, control)
+                return self._batch(index, loaded)
             case _:
                 raise AssertionError(f"unknown kind {self.kind!r}")
 
-    def _row(self, index: SegmentIndex, loaded: Loaded, control: frozenset[int]) -> list[RowView]:
+    def _row(self, index: SegmentIndex, loaded: Loaded) -> list[RowView]:
         prepared, tokenizer = index.prepared, loaded.encoder.tokenizer
         self._check(len(prepared), "rows")
         row = self.number - 1
@@ -89,7 +87,7 @@ class Selection:
         if index.units is UnitKind.FEEDBACK_KL:
             segments = segments[:1]  # another row's completion is a matter of the batch
         if not segments:  # cut away: show what it would have been
-            views = show_sample(prepared[row], tokenizer, control=control, origins=of_row)
+            views = show_sample(prepared[row], tokenizer, control=tokenizer.control_ids, origins=of_row)
             return [replace(view, title=f"{view.title} (not trained: over data.max_length)") for view in views]
         title = str(prepared.address(row))
         return [
@@ -97,15 +95,16 @@ class Selection:
                 Pack(segments=(index[segment],)),
                 tokenizer,
                 title=f"{title}{_part_of_row(index, number, len(segments))}",
-                control=control,
+                control=tokenizer.control_ids,
                 origins=[segment_origin(index, segment, of_row)],
             )
             for number, segment in enumerate(segments, start=1)
         ]
 
-    def _pack(self, index: SegmentIndex, loaded: Loaded, control: frozenset[int]) -> list[RowView]:
+    def _pack(self, index: SegmentIndex, loaded: Loaded) -> list[RowView]:
         """One pack, or, of padded rows that are compared, all of a unit."""
         plan, rows = self._plan(index, loaded)
+        tokenizer = loaded.encoder.tokenizer
         together = index.units.size if not loaded.config.train.packing.is_packed else 1
         self._check((len(plan.planned.pack_bounds) - 1) // together, "packs")
         first = (self.number - 1) * together
@@ -114,11 +113,11 @@ class Selection:
         packs, origins = self._packs(plan, rows, micro_batch, index, loaded)
         chosen = slice(start, start + together)
         return [
-            show_pack(pack, loaded.encoder.tokenizer, title=self.title, control=control, origins=of_pack)
+            show_pack(pack, tokenizer, title=self.title, control=tokenizer.control_ids, origins=of_pack)
             for pack, of_pack in zip(packs[chosen], origins[chosen], strict=True)
         ]
 
-    def _batch(self, index: SegmentIndex, loaded: Loaded, control: frozenset[int]) -> list[RowView]:
+    def _batch(self, index: SegmentIndex, loaded: Loaded) -> list[RowView]:
         config, tokenizer = loaded.config, loaded.encoder.tokenizer
         plan, rows = self._plan(index, loaded)
         self._check(len(plan.planned), "micro-batches")
@@ -127,6 +126,7 @@ class Selection:
         media = media_of(config, tokenizer.files.folder) if has_media else None
         reader = BatchReader(index.prepared.store, _collation(loaded), shared=plan.settings.shared, media=media)
         batch = reader.read(rows.of_plan(plan, self.number - 1, step=0))
+        control = tokenizer.control_ids
         return show_batch(batch, tokenizer, title=self.title, control=control, origins=origins, packs=packs)
 
     def _plan(self, index: SegmentIndex, loaded: Loaded) -> tuple[EpochPlan, RowTable]:

@@ -304,7 +304,7 @@ def _as_given(row: Tokenized, renderer: Renderer, tokenizer: Tokenizer, measurer
 def _assembled(batch: Sequence[Filled | Sample | RowError], assembler: Assembler) -> Iterator[Sample | RowError]:
     tokenizer = assembler.tokenizer
     outcomes = iter(assembler.assemble([part for item in batch if isinstance(item, Filled) for part in parts_of(item)]))
-    control_ids = np.array([tokenizer.control_id(token) for token in tokenizer.control.tokens], dtype=np.int32)
+    control_ids = np.array(sorted(tokenizer.control_ids), dtype=np.int32)
     for item in batch:
         yield join(item, [next(outcomes) for _ in parts_of(item)], control_ids) if isinstance(item, Filled) else item
 

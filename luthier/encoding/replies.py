@@ -282,7 +282,7 @@ def _signed_piece(piece: Piece, tokenizer: Tokenizer) -> str:
 
 def _signed(ids: NDArray[np.int32], tokenizer: Tokenizer) -> str:
     """What was drawn as text, in which control tokens are signs."""
-    control = {tokenizer.control_id(token) for token in tokenizer.control.tokens}
+    control = tokenizer.control_ids
     found: list[str] = []
     run: list[int] = []
     for number in ids.tolist():

@@ -182,6 +182,11 @@ class Tokenizer:
                 hint=f"it reads {', '.join(sorted(read)) if self.template else 'nothing, there is none'}",
             )
 
+    @cached_property
+    def control_ids(self) -> frozenset[int]:
+        """The ids of all control tokens."""
+        return frozenset(map(self.control_id, self.control.tokens))
+
     def control_id(self, token: str) -> int:
         return self._ids[token]
 

@@ -48,7 +48,6 @@ class FeedFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sources(self) -> tuple[SourceInfo, ...]:
-        """The training sources."""
         return _sources(self.names, self.weights)
 
     @property
@@ -80,7 +79,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         return cls(kind="UserError", message=f"preparing rows failed: {type(error).__name__}: {error}")
 
     def error(self) -> UserError:
-        """What to raise."""
         error = _KINDS.get(self.kind, UserError)(self.message, hint=self.hint, key=self.key)
         if isinstance(error, SourceError):
             error.path = self.path
@@ -107,7 +105,6 @@ class FeedJob:
 
 
 def portion_file(kind: str, number: int) -> str:
-    """The name of a portion's file."""
     return f"{kind}-{number:05}.bin"
 
 

@@ -120,7 +120,6 @@ class RowTable:
 
     @property
     def is_stored(self) -> bool:
-        """Whether there is a store."""
         return self._store is not None
 
     @property
@@ -150,7 +149,6 @@ class RowTable:
         return self._lines(self._table.records)
 
     def places(self, segments: Ints) -> Places:
-        """Where the tokens of these segments are."""
         found: Places = self._table.records["place"][segments]
         return found
 
@@ -160,7 +158,6 @@ class RowTable:
         return found
 
     def address(self, segment: int) -> Address:
-        """Where the row of a segment was read."""
         place = self._table.records["place"][segment]
         return Address(file=self.files[int(place["file"])], row=int(place["row"]))
 

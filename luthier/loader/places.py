@@ -62,15 +62,12 @@ class PlannedMicroBatch:
 
     @property
     def is_blank(self) -> bool:
-        """Whether there is nothing in it."""
         return len(self.places) == 0
 
     def packs(self) -> Iterator[Places]:
-        """The places of each pack."""
         return (self.places[start:stop] for start, stop in itertools.pairwise(self.pack_bounds))
 
     def addresses(self) -> list[Address]:
-        """The rows in it."""
         return [self.address(place) for place in self.places]
 
     def sources(self) -> tuple[int, ...]:
@@ -78,7 +75,6 @@ class PlannedMicroBatch:
         return tuple(self.places["source"].tolist())
 
     def address(self, place: Any) -> Address:
-        """The row of one of its places."""
         return Address(file=self.files[int(place["file"])], row=int(place["row"]))
 
 
@@ -93,7 +89,6 @@ def tail_at(sample: Sample, place: Any) -> Segment:
 
 
 def part_of(segment: Segment, place: Any) -> Segment:
-    """The tokens of a segment that a place names."""
     window = SegmentCut(
         head=int(place["head"]),
         start=int(place["start"]),

@@ -107,7 +107,6 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     def give(self, planned: PlannedMicroBatch) -> None:
@@ -276,7 +275,6 @@ class _Crew:
         self._giver.start()
 
     def batches(self) -> Iterator[Batch]:
-        """All of them, in order."""
         while True:
             turn = self._next_turn()
             if turn is None:

@@ -51,7 +51,6 @@ class MediaSetup(msgspec.Struct, frozen=True):
         )
 
     def inputs(self) -> MediaInputs:
-        """What fills grids, where this was sent to."""
         source = MediaSource(
             folder=Path(self.folder),
             options=MediaConfig.model_validate(self.options),

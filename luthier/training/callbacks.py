@@ -63,7 +63,6 @@ class Flow(TrainerCallback):  # type: ignore[misc]  # transformers publishes no 
         self.asked_to_stop = asked_to_stop
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        """Set the loop's switches."""
         step = state.global_step
         state.epoch = self.schedule.epoch_after(step)
         last = self.schedule.is_last(step - 1)
@@ -145,7 +144,6 @@ class Journal(TrainerCallback):  # type: ignore[misc]
         self.tell(Started(step=state.global_step, max_steps=state.max_steps))
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        """One more step."""
         self.tell(StepDone(step=state.global_step))
 
     def on_log(
@@ -164,7 +162,6 @@ class Journal(TrainerCallback):  # type: ignore[misc]
             self.tell(eval_record(state, logs, self.measured))
 
     def on_save(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        """A checkpoint stands."""
         self.tell(Saved(step=state.global_step, name=f"checkpoint-{state.global_step}"))
 
     def _step_record(self, state: TrainerState, logs: dict[str, Any]) -> StepRecord:

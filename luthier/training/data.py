@@ -160,7 +160,6 @@ def summarise(rows: RowTable, settings: PlanSettings) -> DataSummary:
 
 
 def summary_of(plan: EpochPlan, rows: RowTable) -> DataSummary:
-    """The sizes of an epoch."""
     found = describe(plan, rows.whole())
     return DataSummary(
         segments=found.segments,

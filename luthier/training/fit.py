@@ -137,7 +137,8 @@ def _fit(
     if world.is_main:
         result.save()
         if result.model_dir is not None:
-            artifacts.write_model_card(result, config, result.path / result.model_dir)
+            card = result.path / result.model_dir / "README.md"
+            card.write_text(artifacts.model_card(result, config), encoding="utf-8")
     run.trainer.accelerator.wait_for_everyone()
     return result
 

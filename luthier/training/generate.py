@@ -53,7 +53,6 @@ class Question:
         return dict(json.loads(self.for_rewards)["columns"]) if self.for_rewards else {}
 
     def request(self, key: int, settings: GenerateConfig, num_samples: int = 1) -> Request:
-        """What an engine is asked."""
         return Request(prompt=self.prompt, media=self.media, settings=settings, key=key, num_samples=num_samples)
 
 

@@ -133,8 +133,8 @@ def diff_runs(
     comparison = Comparison(
         vocabulary_a=a.tokenizer,
         vocabulary_b=b.tokenizer,
-        control_a=_control(a.tokenizer),
-        control_b=_control(b.tokenizer),
+        control_a=a.tokenizer.control_ids,
+        control_b=b.tokenizer.control_ids,
         by_characters=_vocabulary(a.tokenizer) != _vocabulary(b.tokenizer),
     )
     tally = _Tally(num_shown=num_shown)
@@ -265,10 +265,6 @@ def _convert(row: AnyRow, source: Source) -> Row | RowError:
         return row if isinstance(row, RowError) else source.convert(source.reader.read(row))
     except RowError as error:
         return error
-
-
-def _control(tokenizer: Tokenizer) -> frozenset[int]:
-    return frozenset(tokenizer.control_id(token) for token in tokenizer.control.tokens)
 
 
 def _vocabulary(tokenizer: Tokenizer) -> tuple[object, ...]:

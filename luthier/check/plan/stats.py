@@ -246,7 +246,7 @@ class _RowWords:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.control = np.array(sorted(tokenizer.control_id(token) for token in tokenizer.control.tokens), np.int64)
+        self.control = np.array(sorted(tokenizer.control_ids), np.int64)
 
     def of(self, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> WordRun:
         """Those of some ids."""

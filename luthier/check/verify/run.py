@@ -293,8 +293,7 @@ class _Account:
         if unknown_ids or any(tree_faults(sample)):  # there may be no runs to show, or no text to show of them
             return ()
         tokenizer = self.reference.tokenizer
-        control = frozenset(tokenizer.control_id(token) for token in tokenizer.control.tokens)
-        return tuple(show_sample(sample, tokenizer, control=control))
+        return tuple(show_sample(sample, tokenizer, control=tokenizer.control_ids))
 
 
 def _verdict(check: Check, what: str, row: SourceRow) -> RowVerdict:

@@ -92,13 +92,9 @@ def transformers_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
     return theirs
 
 
-def write_model_card(result: RunResult, config: RunConfig, folder: Path) -> None:
-    """``README.md``: what was trained from what, on what, how, and what was measured; nothing that was not."""
-    (folder / "README.md").write_text(model_card(result, config), encoding="utf-8")
-
-
 def model_card(result: RunResult, config: RunConfig) -> str:
-    """The text of the card, with the Hub's metadata block."""
+    """The text of ``README.md``, with the Hub's metadata block: what was trained from what, on what, how, and what was
+    measured; nothing that was not."""
     is_adapter = config.adapter.type.is_beside
     base = config.model.name_or_path
     title = result.path.resolve().name

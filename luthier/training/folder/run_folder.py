@@ -61,7 +61,7 @@ def open_run_folder(config: RunConfig, report: Callable[[str], None]) -> Path | 
     else:
         found = _resume_named(Path(config.output.resume).expanduser(), run, report)
     if found is None:
-        forget_lost(run)
+        FILES.remove_file(run / LOST_FILE)
     write_run_config(config, run)
     return found
 
@@ -203,11 +203,8 @@ def differences(there: dict[str, object], here: dict[str, object]) -> list[tuple
     """``(dotted key, value there, value here)`` of every setting that differs and is not free to."""
     first, second = _flatten(there), _flatten(here)
     changed = [key for key in dict.fromkeys([*first, *second]) if first.get(key) != second.get(key)]
-    return [(key, first.get(key), second.get(key)) for key in changed if not _is_free(key)]
-
-
-def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(free + ".") for free in FREE)
+    fixed = [key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in FREE)]
+    return [(key, first.get(key), second.get(key)) for key in fixed]
 
 
 def _flatten(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
@@ -292,11 +289,6 @@ class LostRows:
         if error.address not in self._known and counted and self._ledger is not None:
             self._ledger.lose_kept(error)
         self._known.add(error.address)
-
-
-def forget_lost(folder: Path) -> None:
-    """Delete what a run before this one left in its folder. Raises `CheckpointError`."""
-    FILES.remove_file(folder / LOST_FILE)
 
 
 def ledger_of_run(ledger: dict[str, object], folder: Path, trained: Collection[Address]) -> dict[str, object]:

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from luthier.config.objective import OBJECTIVES
-from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
 from luthier.loader.settings import units_of
 from luthier.models.attention_inputs import Isolation
@@ -90,18 +89,18 @@ def _isolation(parts: ObjectiveParts, model: nn.Module, tell: Callable[[str], No
     """What keeps segments apart, or branches of trees. Turns of a conversation, which are not compared, are unrolled
     where the model cannot have them as trees; its way of isolation then has ``shared`` unset.
     """
-    needs = _needs(parts)
+    needs, config = _needs(parts), parts.config
     choose = partial(
         choose_isolation,
         model,
         parts.train,
         parts.how,
         device=parts.device,
-        asked=parts.config.model.attn_implementation,
+        asked=config.model.attn_implementation,
         needs=needs,
-        num_rows=min(2, _rows_at_once(parts.config)),
+        num_rows=min(2, max(config.train.per_device_train_batch_size, config.eval.per_device_eval_batch_size)),
     )
-    if not parts.shared or units_of(parts.config).are_compared:
+    if not parts.shared or units_of(config).are_compared:
         return choose(shared=parts.shared)
     why = "what it sees both ways before an answer is another for each answer" if needs.prefix else ""
     if not why:
@@ -115,10 +114,6 @@ def _isolation(parts: ObjectiveParts, model: nn.Module, tell: Callable[[str], No
             why = "; ".join(found.notes)
     tell(f"attention: the common beginning of a row's turns is computed once for each turn, in longer rows: {why}")
     return choose(shared=False)
-
-
-def _rows_at_once(config: RunConfig) -> int:
-    return int(max(config.train.per_device_train_batch_size, config.eval.per_device_eval_batch_size))
 
 
 def _needs(parts: ObjectiveParts) -> MediaNeeds:

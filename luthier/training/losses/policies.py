@@ -116,7 +116,6 @@ class PolicyLosses(Stateless):
 
     @property
     def divisor(self) -> Divisor:
-        """What a step's sum is divided by."""
         return Divisor(self.row.divisor)
 
     def num_units(self, batch: Batch) -> int:
@@ -165,7 +164,6 @@ class PolicyLosses(Stateless):
 
     @property
     def kl_weight(self) -> float:
-        """As it is now."""
         return self.numbers["kl_weight"] if self._kl_weight is None else self._kl_weight
 
     def as_drawn(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:

@@ -28,7 +28,6 @@ class RouterBalance:
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """The name of what is reported."""
         return () if self._routers is None else (ROUTER_LOSS,)
 
     def begin_step(self, model: nn.Module, batches: Sequence[Batch], reduce: Reduce) -> None:

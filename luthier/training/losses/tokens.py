@@ -59,7 +59,6 @@ class TokenLosses(Stateless):
         return (ACCURACY, ENTROPY)
 
     def num_units(self, batch: Batch) -> int:
-        """Targets."""
         return batch.num_targets
 
     def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:

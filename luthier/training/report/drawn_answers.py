@@ -214,7 +214,11 @@ def _number(value: float | None) -> str:
 
 def groups_page(groups: Sequence[LoggedGroup], *, title: str) -> str:
     """Groups as a page that needs nothing else. Every text is escaped."""
-    environment = Environment(
-        loader=PackageLoader("luthier.training.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template("rollouts.html.jinja").render(groups=groups, title=title, numbers_of=numbers_of)
+    template = page_templates().get_template("rollouts.html.jinja")
+    return template.render(groups=groups, title=title, numbers_of=numbers_of)
+
+
+def page_templates() -> Environment:
+    """The templates beside this file, which escape every text."""
+    loader = PackageLoader("luthier.training.report")
+    return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)

@@ -14,14 +14,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from luthier.training.report.drawn_answers import AnswersOfRun, answers_of_run, numbers_of
+from luthier.training.report.drawn_answers import AnswersOfRun, answers_of_run, numbers_of, page_templates
 from luthier.training.report.plots import (
     Chart,
     Curve,
@@ -326,13 +325,12 @@ DRAWN_CHARTS = (
 
 def report_page(result: RunResult, told: Mapping[str, object], *, sample: Markup) -> str:
     """The page. ``told`` is the content of ``report.json``; ``sample`` is HTML that is safe to embed."""
-    loader = PackageLoader("luthier.training.report")
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = page_templates()
     environment.filters["count"] = lambda number: f"{number:,}"
     environment.filters["counted"] = counted
     environment.filters["share"] = lambda number: f"{number:.1%}"
     environment.filters["short"] = lambda number: f"{number:.4g}"
-    environment.filters["time"] = _time
+    environment.filters["time"] = duration
     drawn = answers_of_run(result.path) if _rewards(result) else None
     return environment.get_template("report.html.jinja").render(
         result=result,
@@ -353,11 +351,6 @@ def report_page(result: RunResult, told: Mapping[str, object], *, sample: Markup
         sample=sample,
         config=json.dumps(told["config"], indent=2, ensure_ascii=False),
     )
-
-
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(seconds, 60)
-    return f"{int(minutes)} min {rest:.0f} s" if minutes else f"{rest:.1f} s"
 
 
 def _loss_charts(result: RunResult) -> dict[str, Chart]:
