@@ -19,7 +19,7 @@ import luthier
 from luthier.collation import CollateSettings, collate_packs, collate_trees
 from luthier.models.head_tap import find_head, score_targets
 from luthier.models.isolation import ChosenIsolation, choose_isolation
-from luthier.objectives import token_scores
+from luthier.objectives.token_scores import token_scores
 from luthier.presets import tokenizer_folder
 from luthier.records import Batch, Pack, Sample
 

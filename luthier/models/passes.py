@@ -22,8 +22,8 @@ from luthier.models.head_tap import OutputHead, Scored, score_targets
 from luthier.models.isolation import ChosenIsolation
 from luthier.models.model import REWARD_HEAD
 from luthier.models.routers import Routers
-from luthier.objectives import AnyHead, TokenScores, token_scores
-from luthier.objectives.head import tempered
+from luthier.objectives.head import AnyHead, tempered
+from luthier.objectives.token_scores import TokenScores, token_scores
 from luthier.records import Batch, Targets
 from luthier.writing import counted
 

@@ -7,8 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from luthier.objectives import Head, ReferenceHidden, TokenSettings, head, hidden_loss_sum
-from luthier.objectives.hidden_loss import UNSEEN, divergence, divergence_with_slope, log_probabilities
+from luthier.objectives import head
+from luthier.objectives.head import Head
+from luthier.objectives.hidden_loss import (
+    UNSEEN,
+    ReferenceHidden,
+    divergence,
+    divergence_with_slope,
+    hidden_loss_sum,
+    log_probabilities,
+)
+from luthier.objectives.token_losses import TokenSettings
 
 C, V, D = 5, 23, 4
 BETAS = pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])

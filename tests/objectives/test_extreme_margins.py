@@ -6,18 +6,16 @@ import pytest
 import torch
 
 from luthier.config.objective import ObjectiveConfig, losses_of
-from luthier.objectives import (
+from luthier.objectives.answer_losses import (
     FeedbackBaselines,
     FeedbackScores,
     FeedbackSettings,
-    PairBaselines,
-    PairScores,
-    PairSettings,
     feedback_loss_sum,
     pair_loss_sum,
-    pair_settings,
     reward_loss_sum,
 )
+from luthier.objectives.pair_formulas import PairBaselines, PairScores, PairSettings
+from luthier.objectives.settings import pair_settings
 
 PAIR_LOSSES = losses_of("dpo")
 FEEDBACK_LOSSES = losses_of("kto")

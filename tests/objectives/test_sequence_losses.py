@@ -12,29 +12,27 @@ import torch
 
 from luthier.config.objective import LOSSES, OBJECTIVES, ObjectiveConfig, kind_of, losses_of
 from luthier.errors import UserError
-from luthier.objectives import (
+from luthier.objectives.answer_losses import (
     FeedbackBaselines,
     FeedbackScores,
     FeedbackSettings,
-    PairBaselines,
-    PairScores,
-    PairSettings,
-    RunningMean,
-    counterparts,
     feedback_loss_sum,
-    feedback_settings,
     kl_baseline,
     kl_measure,
     pair_loss_sum,
-    pair_scores,
-    pair_settings,
     reward_loss_sum,
+)
+from luthier.objectives.measures import RunningMean, measure
+from luthier.objectives.pair_formulas import (
+    PairBaselines,
+    PairScores,
+    PairSettings,
+    counterparts,
+    pair_scores,
     sequence_scores,
     tail_discount,
-    token_settings,
 )
-from luthier.objectives.measures import measure
-from luthier.objectives.settings import loss_table
+from luthier.objectives.settings import feedback_settings, loss_table, pair_settings, token_settings
 
 PAIR_LOSSES = losses_of("dpo")
 TOKEN_OBJECTIVES = losses_of("sft")

@@ -2,7 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from luthier.objectives import token_loss_sum, token_losses
+from luthier.objectives import token_losses
+from luthier.objectives.token_losses import token_loss_sum
 
 N, V = 37, 53
 

@@ -9,7 +9,11 @@ from torch.autograd.gradcheck import GradcheckError
 
 from luthier.config.objective import LOSSES, losses_of
 from luthier.errors import UserError
-from luthier.objectives import Head, ReferenceHidden, TokenSettings, head, hidden_loss_sum, token_loss_sum, token_scores
+from luthier.objectives import head
+from luthier.objectives.head import Head
+from luthier.objectives.hidden_loss import ReferenceHidden, hidden_loss_sum
+from luthier.objectives.token_losses import TokenSettings, token_loss_sum
+from luthier.objectives.token_scores import token_scores
 from tests.conftest import refused
 
 TOKEN_OBJECTIVES = {**losses_of("sft"), "gkd": LOSSES["gkd"]}

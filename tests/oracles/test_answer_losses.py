@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from luthier.config.objective import LOSSES
-from luthier.objectives import Head, token_scores
+from luthier.objectives.head import Head
 from luthier.objectives.policy_losses import (
     Advantage,
     Divisor,
@@ -30,6 +30,7 @@ from luthier.objectives.policy_losses import (
     units,
     without_kl,
 )
+from luthier.objectives.token_scores import token_scores
 from luthier.presets import tokenizer_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries warn of each other's old and new names

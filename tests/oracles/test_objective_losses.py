@@ -9,27 +9,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from luthier.objectives import (
+from luthier.objectives.answer_losses import (
     FeedbackBaselines,
     FeedbackScores,
     FeedbackSettings,
-    Head,
-    PairSettings,
-    SequenceScores,
-    TokenSettings,
     feedback_loss_sum,
-    hidden_loss_sum,
     kl_baseline,
     kl_measure,
-    log_square_sums,
     pair_loss_sum,
-    pair_scores,
     reward_loss_sum,
-    sequence_scores,
-    tail_discount,
-    token_scores,
 )
-from luthier.objectives.hidden_loss import divergence
+from luthier.objectives.head import Head
+from luthier.objectives.hidden_loss import divergence, hidden_loss_sum
+from luthier.objectives.pair_formulas import PairSettings, SequenceScores, pair_scores, sequence_scores, tail_discount
+from luthier.objectives.token_losses import TokenSettings
+from luthier.objectives.token_scores import log_square_sums, token_scores
 from luthier.presets import tokenizer_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries warn of each other's old and new names

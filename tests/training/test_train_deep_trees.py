@@ -17,7 +17,7 @@ from luthier.layout.position_schemes import token_types
 from luthier.layout.trees import tree_of_runs
 from luthier.models.head_tap import find_head, score_targets
 from luthier.models.isolation import choose_isolation
-from luthier.objectives import token_scores
+from luthier.objectives.token_scores import token_scores
 from luthier.records import Batch, Branch, Sample, Segment
 
 CPU = torch.device("cpu")

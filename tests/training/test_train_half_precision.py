@@ -17,8 +17,9 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.models.attention import SEGMENTS, register_attention
 from luthier.models.attention_inputs import Isolation, attention_inputs, layer_windows
 from luthier.models.passes import casting
-from luthier.objectives import hidden_loss_sum, token_scores
 from luthier.objectives.head import Head
+from luthier.objectives.hidden_loss import hidden_loss_sum
+from luthier.objectives.token_scores import token_scores
 from luthier.records import Batch, Pack
 from luthier.training.fit import fit_data
 from luthier.training.report.result import RunResult

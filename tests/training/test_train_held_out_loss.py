@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from luthier.models.head_tap import Scored
-from luthier.objectives import Head
+from luthier.objectives.head import Head
 from luthier.records import Targets
 from luthier.training.losses.step_losses import ACCURACY, MicroLoss
 from luthier.training.losses.tokens import TokenLosses

@@ -31,7 +31,7 @@ from luthier.models.head_tap import find_head, score_targets
 from luthier.models.isolation import ChosenIsolation, choose_isolation
 from luthier.models.mixers import MIXERS, MixerCall, part_mixers, plan_calls
 from luthier.models.submodules import set_text_attention
-from luthier.objectives import token_scores
+from luthier.objectives.token_scores import token_scores
 from luthier.records import Batch, Pack
 from luthier.training.fit import fit_data
 from luthier.training.losses import reference_choice

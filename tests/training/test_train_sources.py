@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from luthier.collation import CollateSettings
 from luthier.config.schema import Packing
-from luthier.objectives import Measure, token_loss_sum
+from luthier.objectives.measures import Measure
+from luthier.objectives.token_losses import token_loss_sum
 from luthier.packing.settings import PlanSettings
 from luthier.records import Batch, Segment
 from luthier.training.data import distinct_names

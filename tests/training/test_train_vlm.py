@@ -21,7 +21,7 @@ from luthier.models.attention_inputs import Isolation, tree_mask_mod
 from luthier.models.head_tap import find_head, prove_head, score_targets
 from luthier.models.isolation import ChosenIsolation, choose_isolation
 from luthier.models.submodules import MediaNeeds, set_text_attention, text_attention
-from luthier.objectives import token_scores
+from luthier.objectives.token_scores import token_scores
 from luthier.records import Batch, Branch
 
 CPU = torch.device("cpu")

@@ -23,7 +23,9 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from luthier.errors import ModelError
 from luthier.models.head_tap import find_head, score_targets
 from luthier.models.sharding import give_up_gathered, is_sharded, shard, undivided, whole_weights
-from luthier.objectives import AnyHead, hidden_loss_sum, token_scores
+from luthier.objectives.head import AnyHead
+from luthier.objectives.hidden_loss import hidden_loss_sum
+from luthier.objectives.token_scores import token_scores
 
 CPU = torch.device("cpu")
 IDS_2BT = torch.randint(3, 96, (2, 2, 10), generator=torch.Generator().manual_seed(0))

@@ -16,26 +16,23 @@ from torch import nn
 
 from luthier.config.objective import LOSSES
 from luthier.models.passes import ModelPass
-from luthier.objectives import (
-    AnyHead,
+from luthier.objectives.answer_losses import pair_loss_sum, reward_loss_sum
+from luthier.objectives.head import AnyHead
+from luthier.objectives.measures import Measure
+from luthier.objectives.pair_formulas import (
     Counterparts,
-    Measure,
     PairBaselines,
     PairScores,
     PairSettings,
     SequenceScores,
-    TokenScores,
+    SortedSides,
     counterparts,
-    log_square_sums,
-    pair_loss_sum,
     pair_scores,
-    pair_settings,
-    reward_loss_sum,
     sequence_scores,
     tail_discount,
-    token_scores,
 )
-from luthier.objectives.pair_formulas import SortedSides
+from luthier.objectives.settings import pair_settings
+from luthier.objectives.token_scores import TokenScores, log_square_sums, token_scores
 from luthier.records import Batch, Targets
 from luthier.training.losses.parts import AnswerLosses, ObjectiveParts, entropy_of, micro_loss, pairs_of, weights_of
 from luthier.training.losses.reference_choice import choose_reference, ld_alpha

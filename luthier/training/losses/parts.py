@@ -20,7 +20,8 @@ from luthier.models.model import LoadedModel
 from luthier.models.passes import ModelPass
 from luthier.models.submodules import decoder_family
 from luthier.models.vocabulary import Vocabulary
-from luthier.objectives import Measure, Measures, RunningMean, SequenceLoss, TokenScores, measure
+from luthier.objectives.measures import Measure, Measures, RunningMean, SequenceLoss, measure
+from luthier.objectives.token_scores import TokenScores
 from luthier.packing.settings import Segments
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch, Pack

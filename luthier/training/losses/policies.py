@@ -14,8 +14,7 @@ from luthier.config.objective import LOSSES
 from luthier.config.rollout import RolloutConfig
 from luthier.models.passes import ModelPass, ValueHead, add_value_head
 from luthier.models.quantized import rounds_inputs
-from luthier.objectives import Measures, TokenScores, token_settings
-from luthier.objectives.measures import measure
+from luthier.objectives.measures import Measures, measure
 from luthier.objectives.policy_losses import (
     Advantage,
     Divisor,
@@ -32,6 +31,8 @@ from luthier.objectives.policy_losses import (
     with_final,
     without_kl,
 )
+from luthier.objectives.settings import token_settings
+from luthier.objectives.token_scores import TokenScores
 from luthier.records import Batch, PolicyTargets
 from luthier.training.losses.parts import ObjectiveParts
 from luthier.training.losses.reference_choice import reference_model

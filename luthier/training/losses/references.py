@@ -25,8 +25,9 @@ from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
 from luthier.models.passes import ModelPass
 from luthier.models.sharding import give_up_gathered, is_sharded, undivided
-from luthier.objectives import ReferenceHidden, sequence_scores, tail_discount
 from luthier.objectives.head import AnyHead, Head
+from luthier.objectives.hidden_loss import ReferenceHidden
+from luthier.objectives.pair_formulas import sequence_scores, tail_discount
 from luthier.packing.epoch import plan_epoch
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch, Targets

@@ -17,7 +17,7 @@ from torch import nn
 
 from luthier.config.rollout import RolloutConfig
 from luthier.models.passes import ModelPass
-from luthier.objectives import Measures, measure
+from luthier.objectives.measures import Measures, measure
 from luthier.records import Batch, DrawnInStep
 from luthier.training.report.result import ACCURACIES, DRAWING, FINISHED, LENGTH, REWARD
 from luthier.writing import counted

@@ -14,12 +14,22 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from luthier import objectives
 from luthier.collation import has_only_text, only_segments
 from luthier.config.objective import LOSSES
 from luthier.models.head_tap import Scored
 from luthier.models.passes import ModelPass
-from luthier.objectives.measures import measure
+from luthier.objectives.answer_losses import (
+    FeedbackBaselines,
+    FeedbackScores,
+    FeedbackSettings,
+    feedback_loss_sum,
+    kl_baseline,
+    kl_measure,
+)
+from luthier.objectives.measures import Measure, Measures, measure
+from luthier.objectives.pair_formulas import SequenceScores, sequence_scores
+from luthier.objectives.settings import feedback_settings
+from luthier.objectives.token_scores import TokenScores
 from luthier.records import Batch, Targets
 from luthier.training.losses.parts import AnswerLosses, ObjectiveParts, entropy_of, micro_loss, weights_of
 from luthier.training.losses.reference_choice import choose_reference
@@ -34,7 +44,7 @@ def feedback_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> Bo
     losses = FeedbackLosses(
         forward=forward,
         name=objective.loss_name,
-        settings=objectives.feedback_settings(objective),
+        settings=feedback_settings(objective),
         reference=choose_reference(parts, forward, tell),
         num_sources=max(parts.num_sources),
     )
@@ -45,9 +55,9 @@ def feedback_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> Bo
 class FeedbackLosses(AnswerLosses):
     """Single answers with a verdict."""
 
-    settings: objectives.FeedbackSettings
+    settings: FeedbackSettings
     reference: Reference
-    _baselines: objectives.FeedbackBaselines = field(default_factory=objectives.FeedbackBaselines)
+    _baselines: FeedbackBaselines = field(default_factory=FeedbackBaselines)
     _ref_logps: deque[torch.Tensor] = field(default_factory=deque)  # [S], of the micro-batches that are still to come
 
     @property
@@ -57,16 +67,14 @@ class FeedbackLosses(AnswerLosses):
     def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
         """Estimate KL(policy, reference) over the whole step, or take the mean reward of the steps before."""
         if self.needs_delta:
-            self._baselines = objectives.FeedbackBaselines(delta=self._rewards.mean)
+            self._baselines = FeedbackBaselines(delta=self._rewards.mean)
         self._ref_logps = deque()
         if LOSSES[self.name].estimates_kl:
             totals = torch.zeros(2, dtype=torch.float64, device=self.forward.device)
             for batch in batches:
                 totals += self._kl(model, batch)
             total, count = reduce(totals)
-            self._baselines = objectives.FeedbackBaselines(
-                kl=objectives.kl_baseline(objectives.Measure(total=total, count=count))
-            )
+            self._baselines = FeedbackBaselines(kl=kl_baseline(Measure(total=total, count=count)))
 
     def own(self, batch: Batch) -> Batch:
         """The rows' own completions, without those of other rows."""
@@ -81,14 +89,14 @@ class FeedbackLosses(AnswerLosses):
         policy, scored, targets = self._policy(model, own, entropy=not torch.is_grad_enabled())
         anchor = scored.anchor
         own_R = [unit.segments[0] for unit in own.units]
-        scores = objectives.FeedbackScores(
+        scores = FeedbackScores(
             logps_R=policy.logps_S[own_R],
             ref_logps_R=ref_logps_R,
             desirable_R=torch.tensor([unit.verdict > 0 for unit in own.units], dtype=torch.bool, device=anchor.device),
             lengths_R=policy.lengths_S[own_R],
             weights_R=weights_of(own, anchor.device),
         )
-        found = objectives.feedback_loss_sum(scores, self.name, self.settings, self._baselines)
+        found = feedback_loss_sum(scores, self.name, self.settings, self._baselines)
         self.note_rewards(found)
         is_own_K = None
         if scored.scores.entropy_K is not None:
@@ -106,7 +114,7 @@ class FeedbackLosses(AnswerLosses):
         with torch.no_grad():
             policy, *_ = self._policy(model, others)
         found_R = [unit.segments[-1] for unit in others.units] if drawn else []
-        found = objectives.kl_measure(policy.logps_S[found_R], ref_logps_S[drawn])
+        found = kl_measure(policy.logps_S[found_R], ref_logps_S[drawn])
         return torch.stack([found.total, found.count])
 
     def _only(self, batch: Batch, segments: Sequence[int]) -> Batch:
@@ -117,9 +125,9 @@ class FeedbackLosses(AnswerLosses):
 
     def _policy(
         self, model: nn.Module, batch: Batch, *, entropy: bool = False
-    ) -> tuple[objectives.SequenceScores, Scored[objectives.TokenScores], Targets]:
+    ) -> tuple[SequenceScores, Scored[TokenScores], Targets]:
         scored, targets = self.forward.token_scores(model, batch, entropy=entropy)
-        policy = objectives.sequence_scores(scored.scores.logps_K, targets.segments_K, batch.num_segments)
+        policy = sequence_scores(scored.scores.logps_K, targets.segments_K, batch.num_segments)
         return policy, scored, targets
 
     def _asked(self, batch: Batch) -> torch.Tensor:
@@ -127,7 +135,7 @@ class FeedbackLosses(AnswerLosses):
             return torch.zeros(batch.num_segments, device=self.forward.device)
         return self.reference.logps(batch)
 
-    def _judged(self, scores: objectives.FeedbackScores) -> objectives.Measures:
+    def _judged(self, scores: FeedbackScores) -> Measures:
         """The estimate; and whether good rows are above and bad rows below what they are compared with."""
         kl = self._baselines.kl
         ratios_R = scores.logps_R.detach() - scores.ref_logps_R - kl

@@ -12,8 +12,7 @@ from torch import nn
 from luthier.config.rollout import GapAction, RolloutConfig
 from luthier.errors import TrainingError
 from luthier.models.passes import ModelPass
-from luthier.objectives import Measures
-from luthier.objectives.measures import measure
+from luthier.objectives.measures import Measures, measure
 from luthier.objectives.policy_losses import GapNumbers, GapSums
 from luthier.records import Batch
 from luthier.training.losses.step_losses import Reduce, Tell
