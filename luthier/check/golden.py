@@ -185,7 +185,6 @@ def first_difference(found: Sequence[int] | NDArray[Any], wanted: Sequence[int] 
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -38,7 +38,6 @@ class ItemFeatures:
     encoded: Features
 
     def to_bytes(self) -> bytes:
-        """As a file."""
         from safetensors.numpy import save
 
         named = {f"{_OUTPUTS}.{name}": value for name, value in self.outputs.items()} | dict(self.encoded)

@@ -136,7 +136,6 @@ class ValueHead(nn.Module):
         return (hidden_KD.float() * self.weight_D).sum(dim=1) + self.bias
 
     def numbers(self) -> dict[str, Any]:
-        """Its weights, for a checkpoint."""
         return {"weight": self.weight_D.tolist(), "bias": self.bias.item()}
 
     def take(self, numbers: Mapping[str, Any]) -> None:

@@ -42,7 +42,6 @@ class Loads:
     count: torch.Tensor  # float64 scalar
 
     def plus(self, other: Loads) -> Loads:
-        """Both together."""
         return Loads(
             chosen_E=self.chosen_E + other.chosen_E,
             probability_E=self.probability_E + other.probability_E,

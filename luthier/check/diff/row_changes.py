@@ -92,12 +92,10 @@ class Lesson:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all segments."""
         return sum(len(segment) for segment in self.segments)
 
     @property
     def num_targets(self) -> int:
-        """Targets of all segments."""
         return sum(int(segment.target.sum()) for segment in self.segments)
 
 

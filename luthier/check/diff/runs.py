@@ -105,7 +105,6 @@ class EncodedSide:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer."""
         return self.encoder.tokenizer
 
     def lessons(self, rows: Sequence[tuple[AnyRow, Source]]) -> list[Lesson]:

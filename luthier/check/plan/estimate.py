@@ -97,7 +97,6 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return sum(
             (self.weights, self.casts, self.gradients, self.optimizer, self.activations, self.logits, self.reserve)
         )
@@ -402,7 +401,6 @@ class ModelShape:
 
     @property
     def layers(self) -> int:
-        """Decoder layers."""
         return len(self.windows)
 
 

@@ -242,8 +242,6 @@ def contaminated(prepared: Prepared, tokenizer: Tokenizer) -> Contamination:
 
 
 class _RowWords:
-    """The words of rows."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.control = np.array(sorted(tokenizer.control_ids), np.int64)
@@ -258,7 +256,6 @@ class _RowWords:
         return self.of(each.input_ids[: int(targets[0])] if len(targets) else each.input_ids)
 
     def held_out(self, row: str, each: Sample | Segment) -> _HeldOut:
-        """What is looked for."""
         text = self.of(each.input_ids)
         return _HeldOut(
             row=row, ids=each.input_ids.tobytes(), question=self.question(each), text=text, runs=frozenset(_runs(text))

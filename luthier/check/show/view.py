@@ -117,7 +117,6 @@ class RowView:
         return sum(token.target for token in self.tokens)
 
     def of_segment(self, number: int) -> list[TokenView]:
-        """The tokens of one segment."""
         return [token for token in self.tokens if token.segment == number]
 
     @property

@@ -37,12 +37,10 @@ class Slots:
 
 
 def media_of(parts: Iterable[Part]) -> tuple[Media, ...]:
-    """The media among some parts."""
     return tuple(part for part in parts if isinstance(part, Image | Video | Audio))
 
 
 def media_of_messages(messages: Iterable[Message]) -> tuple[Media, ...]:
-    """The media of some messages, in order."""
     return tuple(item for message in messages for item in media_of(message.parts))
 
 
@@ -162,12 +160,10 @@ class ExpandedTemplate:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """The variables that the run gives the template."""
         return self.template.kwargs
 
     @property
     def variables(self) -> frozenset[str]:
-        """The variables that the template reads."""
         return self.template.variables
 
     def render(

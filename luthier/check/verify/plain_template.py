@@ -104,7 +104,6 @@ class PlainTemplate:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """The variables that the run gives it."""
         return self._kwargs
 
     @cached_property
@@ -278,7 +277,6 @@ class HuggingFace:
         return text if text.startswith(template.opening) else template.opening + text
 
     def ids(self, text: str) -> list[int]:
-        """The ids that it gives to a rendered text."""
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 

@@ -65,12 +65,10 @@ class TurnPolicy:
 
     @property
     def learned(self) -> bool:
-        """Whether it has any target."""
         return self.scaffold > 0 or any(weight > 0 for _, weight in self.pieces)
 
     @property
     def uniform(self) -> bool:
-        """Whether all of it counts the same."""
         return all(weight == self.scaffold for _, weight in self.pieces)
 
 

@@ -48,7 +48,6 @@ class ReferenceTokenizer:
         return int(self._whole.get_vocab_size(with_added_tokens=True))
 
     def knows(self, token_id: int) -> bool:
-        """Whether an id names a token."""
         return token_id >= 0 and self._whole.id_to_token(token_id) is not None
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
@@ -132,7 +131,6 @@ class ReferenceTokenizer:
         )
 
     def control_strings(self, text: str) -> list[str]:
-        """The control strings in a text, in order."""
         return self._pattern.findall(text)
 
     def control_spans(self, text: str, start: int) -> list[tuple[int, int]]:

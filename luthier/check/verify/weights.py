@@ -157,7 +157,6 @@ class Owned:
 
     @property
     def text(self) -> str:
-        """The text that is divided."""
         return "".join(run for run, _ in self.runs)
 
     def write(self, weights: WeightArray) -> None:
