@@ -178,12 +178,15 @@ class Senses(StrEnum):
 WhatItLearns = Annotated[
     Senses, typer.Argument(metavar="[text|vl|audio]", help="What it learns from: text, images, or audio.")
 ]
-OutputFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the results go.")]
+OutputFolder = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="Where the results go. Default: output/quickstart, or …_vl, …_audio."),
+]
 
 
 def quickstart(
     senses: WhatItLearns = Senses.TEXT,
-    out: OutputFolder = Path("luthier-quickstart"),
+    out: OutputFolder = None,
     json: JsonTarget = None,
 ) -> None:
     """Train a tiny model from nothing on generated data, offline; use it to see that everything works here.
@@ -196,7 +199,7 @@ def quickstart(
     """
     with reporting(json) as output:
         with as_file(files("luthier.cli") / senses.file) as config:
-            overrides = [f"output.dir={out}", "output.overwrite=true"]
+            overrides = ["output.overwrite=true", *([] if out is None else [f"output.dir={out}"])]
             report = train_and_tell(str(config), overrides, output.console, quickstart=True)
         output.emit(report.to_json())
     if report.result.exit_code:

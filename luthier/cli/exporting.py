@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +19,8 @@ from luthier.errors import UserError
 
 if TYPE_CHECKING:
     from luthier.export.checks import ExportProof
+
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 RunToExport = Annotated[
     str | None,
@@ -50,9 +54,18 @@ class Quantize(StrEnum):
 
     INT8 = "int8"
     FP8 = "fp8"
+    W8A8 = "w8a8"
+    FP8_DYNAMIC = "fp8_dynamic"
+    W4A16 = "w4a16"
 
 
-QuantizeChoice = Annotated[Quantize | None, typer.Option(help="Linear layers in 8 bits a weight, by torchao.")]
+QuantizeChoice = Annotated[
+    Quantize | None,
+    typer.Option(help="Linear layers in fewer bits: int8, fp8 by torchao, the others by llmcompressor, for vLLM."),
+]
+Llmcompressor = Annotated[
+    str | None, typer.Option(metavar="PYTHON", help="The Python of an environment that has llmcompressor.")
+]
 
 
 class ExportFormat(StrEnum):
@@ -86,6 +99,7 @@ def export(  # noqa: PLR0913
     to: To = None,
     dtype: DtypeChoice = None,
     quantize: QuantizeChoice = None,
+    llmcompressor: Llmcompressor = None,
     max_shard: MaxShard = None,
     format_: FormatChoice = None,
     outtype: OuttypeChoice = None,
@@ -124,12 +138,14 @@ def export(  # noqa: PLR0913
                     max_shard,
                     dtype=dtype,
                     quantize=quantize,
+                    llmcompressor=llmcompressor,
                     format=format_,
                     outtype=outtype,
                     llama_cpp=llama_cpp,
                     push=push,
                 ),
             ]
+            _give_large_blocks_back()
             options = ExportOptions(to=to, data=data, proof=proof, overwrite=overwrite)
             console = output.console
             done = export_run(run, options, overrides=said, on_progress=lambda what: console.print(f"[dim]{what}[/]"))
@@ -159,6 +175,13 @@ def _check_arguments(run: str | None, check: str | None, to: str | None) -> None
         if path is not None and not Path(path).expanduser().exists():
             hint = "name the output.dir of a run that luthier train has finished, or a run description"
             raise UserError(f"there is no {path}", hint=hint)
+
+
+def _give_large_blocks_back() -> None:
+    """Have glibc give freed blocks of 1 MB and more back to the system at once. It would keep those of up to 32 MB, and
+    the merged weights of a small model would still take memory while the exported ones are compared."""
+    with suppress(AttributeError, OSError, TypeError):  # other C libraries have no such setting
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def _said(max_shard: str | None, **options: str | None) -> list[str]:

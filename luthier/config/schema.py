@@ -402,9 +402,14 @@ class ExportConfig(Section):
     """Most gigabytes that a file of weights has; a larger model is written as several files."""
     format: Literal["hf", "gguf"] = "hf"
     """``hf``: a folder as transformers and vLLM load it; ``gguf``: one file for llama.cpp."""
-    quantize: Literal["int8", "fp8"] | None = None
-    """Linear layers in 8 bits a weight, by torchao: ``int8`` or ``fp8``, as transformers loads them. Embeddings, the
-    output layer and routers keep ``dtype``. Default: nothing is quantized."""
+    quantize: Literal["int8", "fp8", "w8a8", "fp8_dynamic", "w4a16"] | None = None
+    """Linear layers in fewer bits: ``int8`` or ``fp8`` by torchao, as transformers loads them; ``w8a8``, ``w4a16`` or
+    ``fp8_dynamic`` as compressed-tensors, as vLLM loads them, by llmcompressor. Embeddings, the output layer and
+    routers keep ``dtype``. Default: nothing is quantized."""
+    llmcompressor: PathLike | None = None
+    """The Python of an environment in which llmcompressor is installed, such as ``llmc/bin/python``."""
+    calibration_rows: Count = 256
+    """Most of the run's rows that ``w8a8`` and ``w4a16`` are calibrated on, in the ids of training."""
     outtype: Literal["f32", "f16", "bf16", "q8_0"] = "bf16"
     """Type of the weights in a GGUF file."""
     llama_cpp: PathLike | None = None
@@ -427,6 +432,13 @@ class ExportConfig(Section):
             raise ValueError(f"outtype: {self.outtype} is of weights in GGUF files; set format: gguf, or dtype")
         if self.public and self.push is None:
             raise ValueError("public is about the repository that push names; set push: NAME/MODEL")
+        if self.quantize in ("w8a8", "fp8_dynamic", "w4a16") and self.llmcompressor is None:
+            raise ValueError(
+                f"quantize: {self.quantize} is done by llmcompressor, in an environment of its own; "
+                "set llmcompressor: to the path of its Python"
+            )
+        if self.llmcompressor is not None and self.quantize not in ("w8a8", "fp8_dynamic", "w4a16"):
+            raise ValueError("llmcompressor writes w8a8, fp8_dynamic and w4a16; set quantize to one of them")
         if self.modelfile and self.format != "gguf":
             raise ValueError("modelfile: Ollama reads GGUF files; set format: gguf")
         if self.pre_tokenizer is not None and self.format != "gguf":

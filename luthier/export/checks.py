@@ -28,6 +28,7 @@ BOUNDS = {
     "cast": Bound(kl_at_one=0.1),
     "8 bits": Bound(kl=5e-3, kl_at_one=0.5, tie=0.1),
     "fp8": Bound(kl=2e-2, kl_at_one=1.0, tie=0.3, same=0.98),  # 3 bits behind the leading one, where int8 has 7
+    "coarse": Bound(kl=5e-2, kl_at_one=2.0, tie=0.7, same=0.95),  # 4 bits, or fp8 for what goes into layers, too
 }
 EXACT, CAST, EIGHT_BITS = "exact", "cast", "8 bits"
 

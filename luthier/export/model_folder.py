@@ -34,8 +34,15 @@ from luthier.export.ollama import MODELFILE, modelfile
 from luthier.export.pictures import golden_pictures
 from luthier.export.pre_tokenizers import PROBE
 from luthier.export.proof import prove, template_digest, weight_digests
-from luthier.export.quantizing import QUANTIZED_BOUNDS, QuantizedForm, check_torchao, quantize_folder, quantized_form
-from luthier.export.taken_down import TakenDown, measure, template_now
+from luthier.export.quantizing import (
+    NEED_DATA,
+    QUANTIZED_BOUNDS,
+    QuantizedForm,
+    check_quantizer,
+    quantize_folder,
+    quantized_form,
+)
+from luthier.export.taken_down import TakenDown, calibration_contexts, measure, template_now
 from luthier.models.adapter_files import merge_adapter
 from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
 from luthier.prediction.trained_run import TrainedRun, open_run
@@ -127,9 +134,9 @@ def export_run(
     try:
         with replacing(folder) as place:
             tell("merging and writing")
-            form = None if settings.quantize is None else quantized_form(base_of(engine.model), settings.quantize)
-            staging = place if converter is None and form is None else place / WHOLE
+            staging = place if converter is None and settings.quantize is None else place / WHOLE
             notes += _write(opened, engine, staging, dtype)
+            form = None if settings.quantize is None else quantized_form(base_of(engine.model), settings.quantize)
             digests = None if measured is None else weight_digests(base_of(engine.model), getattr(torch, dtype))
             del engine  # its weights are not held beside those that are loaded again
             gc.collect()
@@ -138,7 +145,9 @@ def export_run(
                 tell("loading it again and comparing")
                 proof = prove(staging, parity, measured=measured, weights=digests, like=opened.config)
                 _demand(proof)
-            export = _Export(run=opened, place=place, folder=folder, dtype=dtype, measured=measured, tell=tell)
+            export = _Export(
+                run=opened, place=place, folder=folder, dtype=dtype, data=options.data, measured=measured, tell=tell
+            )
             again, more = _in_another_form(export, parity, form, converter, notes)
             notes += more
             if proof is not None and again is not None:
@@ -202,8 +211,7 @@ def prove_merged(run: Path) -> str:
 
 def _ready(settings: ExportConfig, *, proves: bool) -> Path | None:
     """The folder of llama.cpp's converter, where it is needed. Raises `UserError` where a package is missing."""
-    if settings.quantize is not None:
-        check_torchao()
+    check_quantizer(settings)
     if settings.push is not None:
         if not proves:
             raise UserError("a model that is not proven cannot be pushed", hint="remove --no-proof, or --push")
@@ -233,6 +241,7 @@ class _Export:
     place: Path
     folder: Path
     dtype: str
+    data: str | Path | None  # rows in the place of the run's own
     measured: TakenDown | None  # None: nothing is proven
     tell: OnStage
 
@@ -258,9 +267,14 @@ def _in_another_form(
 def _quantized(
     export: _Export, parity: Parity, form: QuantizedForm, notes: Sequence[str]
 ) -> tuple[ExportProof | None, list[str]]:
+    section, calibration, told = export.run.config.export, list[list[int]](), list[str]()
+    if form.kind in NEED_DATA:
+        export.tell("encoding rows to calibrate on")
+        calibration, told = calibration_contexts(export.run, export.data, section.calibration_rows)
     export.tell(f"quantizing to {form.kind}")
-    max_shard_gb = export.run.config.export.max_shard_gb
-    told = [quantize_folder(export.whole, export.place, form, export.dtype, max_shard_gb)]
+    told.append(
+        quantize_folder(export.whole, export.place, form, section=section, dtype=export.dtype, calibration=calibration)
+    )
     parity = msgspec.structs.replace(
         parity, quantization=form.kind, bound=QUANTIZED_BOUNDS[form.kind], notes=[*notes, *told]
     )

@@ -31,7 +31,13 @@ from luthier.training.folder.artifacts import TEMPLATE_FILE
 from luthier.writing import counted
 
 MAX_SLOPE_ERROR = 0.1  # standard error of what is told of a module, above which nothing is told
-_STORED = {"int8": "I8", "fp8": "F8_E4M3"}  # how a quantized weight is called in a file of weights
+_STORED = {  # kind -> how a quantized weight's name ends in a file of weights, and the type that it has there
+    "int8": ("_weight_qdata", "I8"),
+    "fp8": ("_weight_qdata", "F8_E4M3"),
+    "w8a8": (".weight", "I8"),
+    "fp8_dynamic": (".weight", "F8_E4M3"),
+    "w4a16": (".weight_packed", "I32"),
+}
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -220,8 +226,9 @@ def _dtype(folder: Path, parity: Parity) -> ExportResult:
                 for name in file.keys():  # noqa: SIM118
                     count += 1
                     kind = file.get_slice(name).get_dtype()
-                    quantized += kind == _STORED.get(parity.quantization) and name.endswith("_weight_qdata")
-                    if parity.quantization and name.endswith("_weight_scale"):
+                    ending, stored = _STORED.get(parity.quantization, ("", ""))
+                    quantized += kind == stored and name.endswith(ending)
+                    if parity.quantization and name.endswith("weight_scale"):
                         continue  # one for each row of a quantized weight, in float32
                     if kind in _DTYPES and _DTYPES[kind] != parity.dtype:
                         faults.append((f"{path.name}:{name}", f"{_DTYPES[kind]}, exported in {parity.dtype}"))

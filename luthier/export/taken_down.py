@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.interface import as_prompt
 from luthier.engines.engine import Completion, Ids, Request
 from luthier.engines.local import LocalEngine
-from luthier.errors import RowError, SourceError
+from luthier.errors import RowError, SourceError, UserError
 from luthier.prediction.trained_run import TrainedRun
 from luthier.records import Conversation, Document, MediaItem, Message, Row, Sample, Segment, Text, Tokenized
 from luthier.sources import open_sources, resolve_sources
@@ -36,6 +37,7 @@ from luthier.writing import counted
 NUM_ROWS, NUM_CONTEXTS, NUM_ANSWERS = 200, 32, 8
 NUM_PLACES = 8  # of each context: their distributions are held in memory whole
 MAX_TOKENS = 1024  # of a context of text, which is cut there
+MAX_CALIBRATED = 2048  # tokens of a context that a quantization is calibrated on
 MAX_MEDIA_TOKENS = 4096  # of a context with media, which cannot be cut
 ANSWER_TOKENS = 16
 NUM_TOP = 20
@@ -135,15 +137,34 @@ def proof_rows(run: TrainedRun, data: str | None) -> tuple[list[EncodedRow], lis
     return _encoded(run, [SourceConfig(path=FALLBACK)]), [f"proven on rows of {FALLBACK}, not on the run's: {why}"]
 
 
-def _encoded(run: TrainedRun, sources: Sequence[SourceConfig]) -> list[EncodedRow]:
-    rows = list(islice(_rows(run, sources), 2 * NUM_ROWS))
+def calibration_contexts(run: TrainedRun, data: str | Path | None, most: int) -> tuple[list[list[int]], list[str]]:
+    """Ids of trained contexts to calibrate a quantization on, up to ``most`` rows, and what is to be told of them.
+
+    They are other rows than those of the proof, as long as there are others. Raises `UserError` where there is none.
+    """
+    sources = resolve_sources(run.config.data)[0] if data is None else [SourceConfig(path=str(data))]
+    rows = _encoded(run, sources, NUM_ROWS + most) if sources else []
+    beyond, notes = rows[NUM_ROWS:], list[str]()
+    if len(beyond) < min(most, len(rows)):
+        notes.append("there are too few rows to calibrate on others than those of the proof")
+        beyond = rows[-most:]
+    ids = [each.sample.segments()[0].input_ids[:MAX_CALIBRATED].tolist() for each in beyond if not each.sample.media]
+    if not ids:
+        what = "there are no rows of text to calibrate on" if rows else "the run names no rows that can be encoded"
+        raise UserError(f"export.quantize: {what}", hint="name some with --data FILE, or choose fp8_dynamic")
+    return ids, notes
+
+
+def _encoded(run: TrainedRun, sources: Sequence[SourceConfig], most: int | None = None) -> list[EncodedRow]:
+    most = NUM_ROWS if most is None else most
+    rows = list(islice(_rows(run, sources), 2 * most))
     samples = run.encoder.encode_many(rows)
     found = (
         EncodedRow(row=row, sample=sample)
         for row, sample in zip(rows, samples, strict=True)
         if not isinstance(sample, RowError)
     )
-    return list(islice(found, NUM_ROWS))
+    return list(islice(found, most))
 
 
 def _rows(run: TrainedRun, sources: Sequence[SourceConfig]) -> Iterator[Row]:

@@ -86,7 +86,7 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
     section = config.model
     source, random_init = _source(section)
     notes: list[str] = []
-    model_config = _model_config(section, source)
+    model_config = _model_config(section, source, as_it_is=_only_answers(config))
     check_tokens(model_config, section, vocabulary, unborn=random_init)
     if is_reward_model(config):
         model_config.num_labels = 1
@@ -284,7 +284,13 @@ def _hub_arguments(section: ModelConfig, source: str) -> dict[str, object]:
     return arguments
 
 
-def _model_config(section: ModelConfig, source: str) -> PretrainedConfig:
+def _only_answers(config: RunConfig) -> bool:
+    """Whether weights are neither trained nor changed, so that a model answers as it does for others."""
+    section = config.adapter
+    return not (config.train.enabled or section.type.is_beside or section.merge_first or section.name_or_path)
+
+
+def _model_config(section: ModelConfig, source: str, *, as_it_is: bool = False) -> PretrainedConfig:
     try:
         found = AutoConfig.from_pretrained(source, **_hub_arguments(section, source))
     except (OSError, ValueError, KeyError) as error:
@@ -292,7 +298,8 @@ def _model_config(section: ModelConfig, source: str) -> PretrainedConfig:
             f"model.name_or_path {section.name_or_path!r}: {first_line(error)}",
             hint="name a folder with config.json, a Hub id, or preset:NAME",
         ) from error
-    ask_for_whole(found)
+    if not (as_it_is and stored_method(found) == "compressed-tensors"):
+        ask_for_whole(found)
     if not section.config_overrides:
         return found
     written, _ = type(found).get_config_dict(source, **_hub_arguments(section, source))

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from luthier.cli.main import run as run_command
 from luthier.errors import CheckpointError, ConfigError, ModelError, UserError
 from luthier.export import model_folder, quantizing, taken_down
 from luthier.export.proof import prove
+from luthier.prediction.trained_run import open_run
 from luthier.training.folder.staging import RunFiles
 from tests.conftest import refused
 
@@ -295,6 +297,115 @@ def test_quantized_layers_are_proven_by_the_bounds_of_their_kind(kind: str, worl
         assert failed(luthier.check_export(folder)) >= {C.FILES, C.LOGPROBS}
         change_json(folder / "config.json", quantization_config=None)
         assert failed(luthier.check_export(folder)) >= {C.FILES, C.DTYPE}
+
+
+ANOTHER_PYTHON = """#!{python}
+import json, runpy, sys, types
+from pathlib import Path
+if sys.argv[2] == "-c":
+    sys.exit(print("0.0"))
+import torch
+from safetensors.torch import save_file
+
+def oneshot(model, recipe, dataset=None, **told):
+    (rounded,) = recipe
+    assert (rounded.scheme, rounded.targets) == ("W8A8", "Linear") and len(dataset) == told["num_calibration_samples"]
+    def save_pretrained(target, **told):
+        assert told["save_compressed"]
+        state = {{name: tensor.clone() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}}
+        for name, layer in list(model.named_modules()):
+            if isinstance(layer, torch.nn.Linear) and name not in rounded.ignore:
+                scale = layer.weight.abs().amax(1, keepdim=True) / 127
+                state[name + ".weight"] = (layer.weight / scale).round().to(torch.int8)
+                state[name + ".weight_scale"] = scale
+        Path(target).mkdir()
+        save_file(state, Path(target) / "model.safetensors", metadata={{"format": "pt"}})
+        ints = {{"num_bits": 8, "type": "int", "symmetric": True}}
+        group = {{"targets": ["Linear"], "weights": {{**ints, "strategy": "channel"}},
+                 "input_activations": {{**ints, "strategy": "token", "dynamic": True}}}}
+        how = {{"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
+               "config_groups": {{"group_0": group}}, "ignore": rounded.ignore}}
+        (Path(target) / "config.json").write_text(json.dumps({{"quantization_config": how}}))
+    model.save_pretrained = save_pretrained
+
+modifiers = types.ModuleType("llmcompressor.modifiers.quantization")
+modifiers.GPTQModifier = modifiers.QuantizationModifier = lambda **told: types.SimpleNamespace(**told)
+package = types.ModuleType("llmcompressor")
+package.oneshot = oneshot
+sys.modules |= {{"llmcompressor": package, "llmcompressor.modifiers": types.ModuleType("llmcompressor.modifiers"),
+                "llmcompressor.modifiers.quantization": modifiers}}
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def another_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python with a stand-in for llmcompressor, which rounds each weight to 8 bits; the program that it runs is the
+    product's own."""
+    program = tmp_path_factory.mktemp("another") / "python"
+    program.write_text(ANOTHER_PYTHON.format(python=sys.executable), encoding="utf-8")
+    program.chmod(0o755)
+    return program
+
+
+def test_what_another_environment_quantizes_is_proven_as_it_answers_when_it_is_served(
+    world: World, tmp_path: Path, another_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its activations are rounded as well. Calibration sees other contexts than the proof, in the ids of training."""
+    given: list[list[list[int]]] = []
+
+    def listening(*args: Any, calibration: list[list[int]], **told: Any) -> str:
+        given.append(calibration)
+        return quantizing.quantize_folder(*args, calibration=calibration, **told)
+
+    monkeypatch.setattr(model_folder, "quantize_folder", listening)
+    folder = tmp_path / "small"
+    said = ["export.quantize=w8a8", f"export.llmcompressor={another_python}", "export.calibration_rows=8"]
+    done = luthier.export_run(world.run, ExportOptions(to=folder), overrides=said)
+    assert done.ok and done.proof is not None, done.proof
+    assert any("w8a8, by llmcompressor, calibrated on 8 contexts" in note for note in done.notes)
+    parity = read_parity(folder)
+    assert parity.quantization == "w8a8" and parity.bound == "8 bits"
+    (calibrated,) = given
+    assert not {tuple(one.ids) for one in parity.contexts} & set(map(tuple, calibrated))
+    assert all("<|im_start|>" in luthier.load_tokenizer(folder).decode(ids) for ids in calibrated)
+    loaded = open_run(folder).load().model
+    assert type(loaded).__name__ == "Qwen3ForCausalLM"
+    layer: Any = loaded.get_submodule("model.layers.0.self_attn.q_proj")
+    assert layer.quantization_scheme.input_activations.dynamic, "it answers as others serve it"
+    assert luthier.check_export(folder).ok
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        metadata = file.metadata()
+    weights = {name: t * (1.5 if name.endswith("_scale") else 1) for name, t in load_file(folder / WEIGHTS).items()}
+    save_file(weights, folder / WEIGHTS, metadata=metadata)
+    assert failed(luthier.check_export(folder)) >= {C.FILES, C.LOGPROBS}
+
+
+@pytest.mark.parametrize("kind", ["w8a8", "fp8_dynamic", "w4a16"])
+def test_a_real_llmcompressor_quantizes_a_run(kind: str, world: World, tmp_path: Path) -> None:
+    """``LUTHIER_LLMCOMPRESSOR`` is the Python of an environment that has it: it needs other versions of torch."""
+    if (python := os.environ.get("LUTHIER_LLMCOMPRESSOR")) is None:
+        pytest.skip("no llmcompressor: LUTHIER_LLMCOMPRESSOR names the Python of an environment that has it")
+    said = [f"export.quantize={kind}", f"export.llmcompressor={python}", "export.calibration_rows=16"]
+    done = luthier.export_run(world.run, ExportOptions(to=tmp_path / "small"), overrides=said)
+    assert done.proof is not None
+    print(kind, *(f"{result.check}: {result.told}" for result in done.proof.results), *done.notes, sep="\n")
+    # after four steps all tokens are nearly equally likely: coarse weights may lose too much, which is told
+    assert done.ok or (kind != "w8a8" and failed(done.proof) <= {C.LOGPROBS, C.ANSWERS}), done.proof
+    assert not done.ok or luthier.check_export(tmp_path / "small").ok
+
+
+def test_a_python_without_llmcompressor_is_refused_before_anything_is_loaded(world: World, tmp_path: Path) -> None:
+    said = ["export.quantize=w4a16"]
+    with refused(ConfigError, "w4a16", "llmcompressor"):
+        luthier.export_run(world.run, ExportOptions(to=tmp_path / "x"), overrides=said)
+    for python in (sys.executable, str(tmp_path / "none")):
+        with refused(UserError, "export.llmcompressor", python):
+            luthier.export_run(
+                world.run, ExportOptions(to=tmp_path / "x"), overrides=[*said, f"export.llmcompressor={python}"]
+            )
+    assert not (tmp_path / "x").exists()
 
 
 def test_quantized_weights_are_of_folders_alone_and_need_their_package(
