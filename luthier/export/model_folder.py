@@ -116,8 +116,7 @@ def export_run(
     """
     options, tell = options or ExportOptions(), on_progress or _silent
     opened = open_run(Path(run).expanduser(), overrides)
-    settings = opened.config.export
-    folder = _target(options, opened)
+    settings, folder = opened.config.export, _target(options, opened)
     converter = _ready(settings, proves=options.proof)
     opened, notes = _with_adapter(opened)
     tell("loading the trained model")
