@@ -5,6 +5,7 @@ from __future__ import annotations
 from luthier.config.peers.axolotl import AXOLOTL
 from luthier.config.peers.llamafactory import LLAMA_FACTORY
 from luthier.config.peers.llamafactory_v1 import LLAMA_FACTORY_V1
+from luthier.config.peers.swift import SWIFT
 from luthier.config.peers.translation import OUR_SECTIONS, Peer
 from luthier.config.peers.trl import TRL
 from luthier.config.tree import MappingNode
@@ -12,7 +13,7 @@ from luthier.errors import Problem
 
 __all__ = ["PEERS", "Peer", "peer_of", "unread_file"]
 
-PEERS = (TRL, LLAMA_FACTORY, LLAMA_FACTORY_V1, AXOLOTL)
+PEERS = (TRL, LLAMA_FACTORY, LLAMA_FACTORY_V1, AXOLOTL, SWIFT)
 _ANEW = "write a run description: docs/howto/coming_from.md says how, and luthier quickstart writes one to begin with"
 _OF_SWIFT = frozenset({"train_type", "tuner_type", "rlhf_type", "freeze_vit", "freeze_aligner", "model_author"})
 
@@ -37,8 +38,8 @@ def unread_file(tree: MappingNode) -> Problem | None:
     elif isinstance(own := tree.entries.get("training"), MappingNode) and "training_type" in own.entries:
         what, hint = "this is a file of Unsloth's command, which are not read", _ANEW
     elif _OF_SWIFT & keys and not keys & (OUR_SECTIONS - {"model"}):
-        what = "this is a file of ms-swift's, which are not read"
-        hint = "write a run description: docs/howto/coming_from.md#ms-swift has the keys of both"
+        what = "this is a file of ms-swift's that does not name both a model and a dataset, as files that are read do"
+        hint = "add the lines that are missing; files of megatron sft are not read"
     else:
         return None
     key = next(iter(keys))

@@ -120,9 +120,12 @@ class Peer:
         """Read a file of this tool; ``name`` is its path, for messages."""
         reading = Translator(peer=self, name=name, entries=dict(tree.entries))
         for old, new in self.table.get("older", {}).items():
-            if old in reading.entries and new not in reading.entries:
-                reading.entries[new] = reading.entries[old]
-                reading.take(old)
+            if old not in reading.entries:
+                continue
+            if new in reading.entries:
+                reading.passed[old] = f"{new} says it"
+            reading.entries.setdefault(new, reading.entries[old])
+            reading.take(old)
         for key in [key for key in tree.entries if key not in self.known]:
             near = self._nearest(key)
             hint = "remove the line" if near is None else f"did you mean {near}?"
@@ -246,14 +249,17 @@ def read_one(reading: Translator, key: str) -> None:
         if key in keys:
             reading.passed[key] = why
             return
-    is_off = value is None or value is False or value == "" or value in table["off"].get(key, ())
+    is_off = value is None or value is False or value in ("", []) or value in table["off"].get(key, ())
     if key in table["keys"] and (value is None or value in table["off"].get(key, ())):
         return
     if key in table["keys"]:
         _set_one(reading, table["keys"][key], key)
         return
-    if key in table["missing"] and not is_off:
-        reading.refuse(key, table["missing"][key])
+    if key in table["missing"]:
+        if is_off:
+            reading.passed[key] = "it is off"
+        else:
+            reading.refuse(key, table["missing"][key])
         return
     match what_is_meant(key, value):
         case None:

@@ -1,0 +1,401 @@
+"""A file of ms-swift's (``swift sft|pt|rlhf FILE``, YAML or JSON) -> the tree of a run description.
+
+Most keys are lines of ``swift.toml``. The functions here are for what several keys decide together. Such a file does
+not name its command: with ``rlhf_type`` it is for ``swift rlhf``, else for ``swift sft``, unless the command line has
+``objective.name=pt``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from luthier.config.peers.translation import (
+    OUR_SECTIONS,
+    Peer,
+    Translator,
+    config_in_cache,
+    config_of,
+    names_of,
+    share_as_deepspeed,
+)
+from luthier.config.peers.trl_rows import columns_of
+from luthier.config.tree import MappingNode
+from luthier.writing import counted
+
+_MARKS = frozenset({
+    "train_type", "tuner_type", "rlhf_type", "lora_rank", "torch_dtype", "attn_impl", "split_dataset_ratio",
+    "loss_scale", "truncation_strategy", "dataset_num_proc", "per_device_train_batch_size", "target_modules",
+    "freeze_vit", "use_hf", "model_author", "val_dataset",
+})  # fmt: skip
+_PAIRS = {"dpo": "sigmoid", "orpo": "orpo", "simpo": "simpo", "cpo": "cpo"}
+_COLUMNS = {"query": "prompt", "response": "response", "system": "system", "messages": "messages", "tools": "tools",
+            "images": "images", "videos": "videos", "audios": "audios"}  # fmt: skip
+_HUBS = ("HF::", "MS::")
+
+
+def _is_its(tree: MappingNode) -> bool:
+    """True if the tree names model and data sets as ms-swift does, and has no section of ours."""
+    keys = set(tree.entries)
+    return {"model", "dataset"} <= keys and bool(_MARKS & keys) and not keys & (OUR_SECTIONS - {"model"})
+
+
+def _purpose(reading: Translator) -> None:
+    """What is learned. What learns from answers that are drawn in the run is not translated."""
+    reading.fill_in("defaults")
+    said, kind = reading.take("objective"), _kind(reading)
+    named = said.get("name") if isinstance(said, dict) else said
+    if kind in ("ppo", "grpo", "gkd"):
+        what = f"swift rlhf learns by {kind} from answers drawn in the run, and that is not translated"
+        reading.refuse("rlhf_type", what, "write it as a run description of Luthier's (docs/rl.md)")
+        reading.is_no_run = True
+    elif kind not in (None, "kto", "rm", *_PAIRS):
+        reading.refuse("rlhf_type", f"{kind} is no objective", f"write one of {', '.join(_PAIRS)}, kto, rm")
+    elif kind is not None:
+        reading.set("objective.name", "dpo" if kind in _PAIRS else str(kind), "rlhf_type")
+    else:
+        reading.set("objective.name", named or "sft", "objective.name")
+        if named is None:
+            reading.told.append("objective.name: sft; for a file of swift pt, add objective.name=pt to the command")
+
+
+def _kind(reading: Translator) -> str | None:
+    kind = reading.take("rlhf_type")
+    return None if kind is None else str(kind)
+
+
+def _objective(reading: Translator) -> None:
+    """The loss and its numbers."""
+    kind, losses = _kind(reading), names_of(reading.take("loss_type") or [])
+    beta, smooth = reading.take("beta"), reading.take("label_smoothing")
+    numbers = {key: reading.take(key) for key in ("rpo_alpha", "cpo_alpha", "simpo_gamma", "desirable_weight",
+                                                  "undesirable_weight", "ref_model", "ref_adapters")}  # fmt: skip
+    reading.take("loss_weights")
+    if reading.flag("enable_dft_loss"):
+        reading.set("objective.loss", "dft", "enable_dft_loss")
+    if len(losses) > 1 or (losses and kind not in ("dpo", "kto")):
+        reading.refuse(
+            "loss_type", f"{', '.join(losses)} is no loss for this file", "name one loss of rlhf_type: dpo or kto"
+        )
+    elif losses or kind in _PAIRS:
+        reading.set(
+            "objective.loss", losses[0] if losses else _PAIRS[str(kind)], "loss_type" if losses else "rlhf_type"
+        )
+    if kind not in (*_PAIRS, "kto"):
+        return
+    reading.defaults |= {"beta", "cpo_alpha", "simpo_gamma"} - set(reading.entries)
+    reading.set("objective.beta", (2.0 if kind == "simpo" else 0.1) if beta is None else beta, "beta")
+    if kind == "simpo":
+        reading.set("objective.gamma", 1.0 if (gamma := numbers["simpo_gamma"]) is None else gamma, "simpo_gamma")
+    if kind in ("simpo", "cpo"):
+        reading.set("objective.sft_weight", 1.0 if (part := numbers["cpo_alpha"]) is None else part, "cpo_alpha")
+    elif numbers["rpo_alpha"] is not None and kind == "dpo":
+        reading.set("objective.sft_weight", numbers["rpo_alpha"], "rpo_alpha")
+    if smooth:
+        reading.set("objective.label_smoothing", smooth, "label_smoothing")
+    if kind == "kto":
+        for key in ("desirable_weight", "undesirable_weight"):
+            if numbers[key] is not None:
+                reading.set(f"objective.{key}", numbers[key], key)
+    if numbers["ref_model"] is not None:
+        reading.set("objective.reference.name_or_path", str(numbers["ref_model"]), "ref_model")
+    if numbers["ref_adapters"]:
+        reading.refuse("ref_adapters", "a reference is a model, or the base under the adapter that goes on",
+                       "merge them into a model, and name it as ref_model")  # fmt: skip
+
+
+# ------------------------------------------------------------------ rows
+
+
+def _data(reading: Translator) -> None:
+    for key, ours in (("dataset", "data.train"), ("val_dataset", "data.eval")):
+        listed = reading.take(key)
+        listed = [listed] if isinstance(listed, str) else listed
+        if not listed:
+            continue
+        if not isinstance(listed, list):
+            reading.refuse(key, "this is a list of paths and names", f"for example {key}: [rows.jsonl]")
+            continue
+        sources = [source for index, each in enumerate(listed) if (source := _source(reading, key, index, str(each)))]
+        if sources:
+            reading.set(ours, sources, key)
+    share = reading.take("split_dataset_ratio")
+    if share and not reading.take("val_dataset"):
+        reading.set("data.eval_split", share, "split_dataset_ratio")
+    shares = reading.take("interleave_prob")
+    if shares:
+        reading.set("data.mixture.by", "rows", "interleave_prob")
+        ends = {"all_exhausted": "all"}.get(str(reading.take("stopping_strategy")), "first")
+        reading.set("data.mixture.stop", ends, "stopping_strategy")
+        weights, count = shares if isinstance(shares, list) else [shares], len(names_of(reading.take("dataset")))
+        if len(weights) != count:
+            what = f"these are {counted(len(weights), 'share')} of {counted(count, 'data set')}"
+            reading.refuse("interleave_prob", what, "give one number for each")
+            return
+        for index, weight in enumerate(weights):
+            reading.set(f"data.train[{index}].weight", weight, "interleave_prob")
+    reading.take("stopping_strategy")
+    if reading.take("dataset_shuffle") is False:
+        reading.told.append("dataset_shuffle: every epoch has an order of its own, which runtime.seed fixes")
+
+
+def _source(reading: Translator, key: str, index: int, text: str) -> dict[str, object] | None:
+    """``ID_OR_PATH:SUBSET#COUNT``, of which the last two may be left out."""
+    at = key if isinstance(reading.take(key), str) else f"{key}[{index}]"
+    from_hf = text.startswith("HF::") or (reading.flag("use_hf") and not text.startswith("MS::"))
+    name, _, count = next((text.removeprefix(hub) for hub in _HUBS if text.startswith(hub)), text).partition("#")
+    source: dict[str, object] = {"max_rows": int(count)} if count.isdecimal() else {}
+    if columns := _columns(reading):
+        source["columns"] = columns
+    if (found := columns_of(name)) is not None and not columns:
+        source |= _laid_out(reading, at, found.names)
+    if Path(name).expanduser().exists() or name.startswith((".", "/", "~", "preset:")) or Path(name).suffix:
+        return {"path": name, **source}
+    name, _, subset = name.partition(":")
+    if name == "swift/self-cognition":
+        reading.refuse(at, f"{name}: its rows have places for model_name and model_author, which are not filled in",
+                       "remove it, or write its rows into a file with the names in their places")  # fmt: skip
+        return None
+    if subset:
+        source["subset"] = subset
+    return {"path": f"{'hub' if from_hf else 'modelscope'}:{name}", **source}
+
+
+def _laid_out(reading: Translator, at: str, names: Collection[str]) -> dict[str, object]:
+    """Local rows in the columns that ms-swift alone uses."""
+    is_pair = "rejected_response" in names and _kind(reading) is not None
+    if is_pair and "messages" in names:
+        reading.refuse(at, "messages beside a rejected_response are not read as a pair", "name the last answer chosen "
+                       "and the other one rejected, with the messages before them in the column messages")  # fmt: skip
+    if not {"query", "response"} <= set(names):
+        return {}
+    if is_pair:
+        columns = {"prompt": "query", "chosen": "response", "rejected": "rejected_response"}
+        return {"format": "preference", "columns": columns}
+    return {"format": "alpaca", "columns": {"prompt": "query", "response": "response"}}
+
+
+def _columns(reading: Translator) -> dict[str, str]:
+    """Theirs say what a column is, ours which column is it."""
+    said = reading.take("columns")
+    try:
+        named = json.loads(said) if isinstance(said, str) else said or {}
+    except ValueError:
+        named = None
+    if not isinstance(named, dict):
+        reading.refuse("columns", "this is no mapping of columns to names", 'for example columns: {"text": "query"}')
+        return {}
+    for name in named.values():
+        if name not in _COLUMNS:
+            reading.refuse(
+                "columns", f"{name} is not a column that is named here", f"write one of {', '.join(_COLUMNS)}"
+            )
+    return {_COLUMNS[name]: str(column) for column, name in named.items() if name in _COLUMNS}
+
+
+def _template(reading: Translator) -> None:
+    if reading.take("template") is not None:
+        reading.told.append(
+            "template: the model's own chat template is used, not one that ms-swift has under this name"
+        )
+    if (system := reading.take("system")) is not None:
+        file = Path(str(system))
+        text = file.read_text(encoding="utf-8") if file.suffix == ".txt" and file.is_file() else str(system)
+        reading.set("template.default_system", text.replace("\\n", "\n"), "system")
+    scales = names_of(str(reading.take("loss_scale") or "default").replace("+", ","))
+    ways = {"last_round": "last_assistant", "all": "all"}
+    for scale in scales:
+        if scale in ways and reading.take("rlhf_type") is None:
+            reading.set("template.train_on", ways[scale], "loss_scale")
+        elif scale.startswith("ignore_empty_think"):
+            reading.told.append("loss_scale: a thought that is empty is learned where it stands in an answer's text")
+        elif scale not in ("default", *ways):
+            reading.refuse("loss_scale", f"{scale} weighs parts of answers by patterns", "write weights into the "
+                           "rows, or rules into the targets of a data set (docs/targets.md)")  # fmt: skip
+    if reading.take("use_chat_template") is False and "objective.name" in reading.origins:
+        objective: Any = reading.tree.entries["objective"]
+        if objective.entries["name"].value != "pt":
+            reading.refuse("use_chat_template", "conversations are written by a chat template", "add "
+                           "objective.name=pt to the command if the rows are plain text")  # fmt: skip
+
+
+def _lengths(reading: Translator) -> None:
+    model, asked = str(reading.take("model")), reading.take("max_length")
+    config = config_of(model) or config_in_cache(model)
+    most = asked or config.get("text_config", config).get("max_position_embeddings")
+    if most is None:
+        reading.told.append("max_length: 4,096 tokens, Luthier's default; ms-swift has the model's own limit")
+    else:
+        reading.defaults |= {"max_length"} - set(reading.entries)
+        reading.set("data.max_length", most, "max_length")
+    how = str(reading.take("truncation_strategy"))
+    ways = {"delete": "drop", "left": "keep_answer", "right": "truncate", "split": "split"}
+    if how not in ways:
+        reading.refuse("truncation_strategy", f"{how} is no way", f"write one of {', '.join(ways)}")
+        return
+    reading.set("data.overflow", ways[how], "truncation_strategy")
+    reading.set("data.max_drop", 0.5, "truncation_strategy")  # their runs never stop for rows that are lost
+    if how == "left":
+        reading.told.append("truncation_strategy: a row that is too long loses the oldest turns of its prompt, and no "
+                            "token of its answer")  # fmt: skip
+    is_packed = reading.flag("packing")
+    reading.defaults |= {"packing"} - set(reading.entries)
+    reading.set("train.packing", "window" if is_packed else "none", "packing")
+    if (length := reading.take("packing_length")) not in (None, most):
+        reading.told.append(f"packing_length: packs have max_length tokens, not {length}")
+
+
+# ------------------------------------------------------------------ the model and what is trained of it
+
+
+def _model(reading: Translator) -> None:
+    model, is_hf = str(reading.take("model")), reading.flag("use_hf")
+    reading.set("model.name_or_path", model, "model")
+    is_here = Path(model).expanduser().exists() or model.startswith("preset:")
+    if not (is_hf or is_here or os.environ.get("USE_MODELSCOPE_HUB")):
+        reading.told.append("model: it comes from Hugging Face; write USE_MODELSCOPE_HUB=1 before the command, and it "
+                            "comes from ModelScope as for ms-swift")  # fmt: skip
+    kind = str(reading.take("torch_dtype")).removeprefix("torch.")
+    half = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(kind)
+    of = "torch_dtype"
+    for key, name in (("bf16", "bf16"), ("fp16", "fp16")):
+        if reading.flag(key):
+            half, of = name, key
+    if half is not None:
+        reading.set("train.precision", half, of)
+    if reading.take("tuner_type") == "full" and half == "bf16":
+        reading.told.append(f"{of}: weights that are trained are kept in fp32 and computed in bf16, where ms-swift "
+                            "keeps them in bf16; model.dtype: bfloat16 does so")  # fmt: skip
+    if (attention := reading.take("attn_impl")) is not None:
+        reading.set(
+            "model.attn_implementation", "flash_attention_2" if attention == "flash_attn" else attention, "attn_impl"
+        )
+    if reading.take("rope_scaling") is not None:
+        reading.refuse("rope_scaling", "the factor follows from lengths that this file does not say",
+                       "write rope_parameters, such as {rope_type: yarn, factor: 4.0, rope_theta: 1000000.0}, into "
+                       "model.config_overrides")  # fmt: skip
+    _quantization(reading)
+
+
+def _quantization(reading: Translator) -> None:
+    method, bits = reading.take("quant_method"), reading.take("quant_bits")
+    four, double = reading.take("bnb_4bit_quant_type"), reading.take("bnb_4bit_use_double_quant")
+    if method is None and bits is None:
+        return
+    if method not in (None, "bnb") or bits not in (4, 8):
+        reading.refuse("quant_bits", f"{bits} bits by {method or 'bnb'} are not there",
+                       "write 4 or 8, with quant_method: bnb; a model that comes quantized needs neither")  # fmt: skip
+        return
+    reading.set("model.quantization.type", str(four or "nf4") if bits == 4 else "int8", "quant_bits")
+    if bits == 4:
+        reading.set("model.quantization.double_quantization", double is not False, "quant_bits")
+
+
+def _adapter(reading: Translator) -> None:
+    kind, path = str(reading.take("tuner_type")), names_of(reading.take("adapters") or [])
+    ours = {"full": "full", "lora": "lora", "vera": "vera", "llamapro": "llama_pro"}
+    if kind not in ours:
+        reading.refuse("tuner_type", f"{kind} is not there", f"write one of {', '.join(ours)}")
+        return
+    reading.set("adapter.type", ours[kind], "tuner_type")
+    if kind != "full":
+        reading.fill_in("defaults", kind)
+    frozen = {key: reading.take(key) for key in ("freeze_llm", "freeze_aligner", "freeze_vit")}
+    if any(key in reading.entries for key in frozen):
+        usual = {"freeze_llm": False, "freeze_aligner": True, "freeze_vit": True}
+        parts = {"freeze_llm": "language_model", "freeze_aligner": "projector", "freeze_vit": "tower"}
+        kept = [parts[key] for key in parts if not (usual[key] if frozen[key] is None else frozen[key])]
+        reading.set("adapter.train_parts", kept, next(key for key in frozen if key in reading.entries))
+    names, pattern = names_of(reading.take("target_modules") or []), reading.take("target_regex")
+    rank, blocks, start = (reading.take(key) for key in ("vera_rank", "llamapro_num_new_blocks", "init_weights"))
+    if kind in ("lora", "vera"):
+        wanted = [f"regex:{pattern}"] if pattern else names
+        reading.set("adapter.target_modules", wanted, "target_regex" if pattern else "target_modules")
+    if kind == "vera":
+        reading.set("adapter.r", rank, "vera_rank")
+    if kind == "llamapro":
+        reading.set("adapter.expand_layers", blocks, "llamapro_num_new_blocks")
+    if kind == "lora" and start not in (None, True, "true", "True"):
+        reading.set("adapter.init_lora_weights", str(start), "init_weights")
+    if kind in ("full", "llamapro"):
+        for key in (
+            "lora_rank",
+            "lora_alpha",
+            "lora_dropout",
+            "lorap_lr_ratio",
+            "modules_to_save",
+            "use_rslora",
+            "use_dora",
+        ):
+            if key in reading.entries:
+                reading.take(key)
+                reading.passed[key] = "it belongs to tuner_type: lora"
+    if len(path) > 1:
+        reading.refuse("adapters", "one adapter is gone on from", "merge the first ones by adapter.merge_first")
+    elif path:
+        reading.set("adapter.name_or_path", path[0], "adapters")
+
+
+# ------------------------------------------------------------------ the run
+
+
+def _schedule(reading: Translator) -> None:
+    rate, turns = reading.take("learning_rate"), reading.take("gradient_accumulation_steps")
+    rows, world = reading.take("per_device_train_batch_size"), int(os.environ.get("WORLD_SIZE", "1"))
+    reading.read.discard("per_device_train_batch_size")
+    reading.defaults |= {"learning_rate", "gradient_accumulation_steps", "warmup_ratio"} - set(reading.entries)
+    usual = 1e-5 if reading.take("tuner_type") == "full" else 1e-4
+    reading.set("train.learning_rate", usual if rate is None else rate, "learning_rate")
+    if turns is None and isinstance(rows, int) and rows > 0:
+        turns = max(1, math.ceil(16 / rows / world))
+        reading.told.append(f"gradient_accumulation_steps: {turns}, ms-swift's default, for "
+                            f"{counted(rows * turns * world, 'row')} in a step")  # fmt: skip
+    if turns is not None:
+        reading.set("train.gradient_accumulation_steps", turns, "gradient_accumulation_steps")
+    steps, share = reading.take("warmup_steps"), reading.take("warmup_ratio")
+    reading.set("train.warmup_steps", steps or share or 0, "warmup_steps" if steps else "warmup_ratio")
+    for key, part in (("vit_lr", "tower"), ("aligner_lr", "projector")):
+        if (value := reading.take(key)) is not None:
+            reading.set(f"train.learning_rates.{part}", value, key)
+
+
+def _run(reading: Translator) -> None:
+    """Devices, checkpoints, evaluation and trackers."""
+    shared = reading.take("deepspeed")
+    if isinstance(shared, str) and shared.removesuffix("_offload") in ("zero0", "zero1", "zero2", "zero3"):
+        shared = {"zero_optimization": {"stage": int(shared[4])}}
+    if shared:
+        share_as_deepspeed(reading, shared)
+    if reading.take("fsdp"):
+        reading.set("runtime.sharding", "fsdp", "fsdp")
+    reading.set("output.dir", str(reading.take("output_dir")), "output_dir")
+    start = reading.take("resume_from_checkpoint")
+    reading.defaults |= {"resume_from_checkpoint", "save_total_limit"} - set(reading.entries)
+    reading.set("output.resume", str(start) if start else "never", "resume_from_checkpoint")
+    reading.set("output.save_total_limit", reading.take("save_total_limit"), "save_total_limit")
+    saved, every = str(reading.take("save_strategy")), reading.take("save_steps")
+    reading.set("output.save_strategy", saved, "save_strategy")
+    if saved == "steps":
+        reading.set("output.save_steps", every, "save_steps")
+    when, steps = reading.take("eval_strategy"), reading.take("eval_steps")
+    if reading.take("val_dataset") or reading.take("split_dataset_ratio"):
+        when = str(when or saved)
+        reading.set("eval.strategy", when, "eval_strategy" if "eval_strategy" in reading.entries else "save_strategy")
+        if when == "steps":
+            reading.set("eval.steps", steps or every, "eval_steps" if steps else "save_steps")
+    trackers = [name for name in names_of(reading.take("report_to") or []) if name.lower() not in ("none", "all")]
+    reading.set("tracking.report_to", trackers, "report_to")
+    if (name := reading.take("swanlab_exp_name")) is not None:
+        reading.set("tracking.run_name", str(name), "swanlab_exp_name")
+
+
+SWIFT = Peer(
+    name="ms-swift",
+    file="swift.toml",
+    is_its=_is_its,
+    rules=(_purpose, _objective, _data, _template, _lengths, _model, _adapter, _schedule, _run),
+)

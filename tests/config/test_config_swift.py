@@ -1,0 +1,175 @@
+"""Files of ms-swift are read as they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peer_files import keys_refused, value_of
+
+from luthier.cli.dumping import dump_translation
+from luthier.config.loading import load_config_text, load_draft
+from luthier.config.peers.swift import SWIFT
+from luthier.config.tree import MappingNode, parse_path
+from luthier.config.words import schema_at
+from luthier.config.yaml_text import parse_yaml
+from luthier.errors import ConfigError
+
+RUN = "model: preset:tiny-qwen3\ndataset: preset:skills\ntuner_type: lora\n"
+TABLE: dict[str, Any] = dict(SWIFT.table)
+THEIRS = """model: Qwen/Qwen2.5-7B-Instruct
+train_type: lora
+torch_dtype: bfloat16
+attn_impl: flash_attn
+dataset:
+  - 'AI-ModelScope/alpaca-gpt4-data-zh#500'
+  - 'HF::owner/rows:part#9'
+split_dataset_ratio: 0.1
+max_length: 2048
+system: 'You are a helpful assistant.'
+model_author: swift
+eval_steps: 50
+deepspeed: zero2
+"""
+
+
+def test_a_file_of_theirs_becomes_the_run_that_it_describes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "theirs.yaml").write_text(THEIRS, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    draft = load_draft(tmp_path / "theirs.yaml", check_paths=False)
+    run = draft.config
+    assert [(each.path, each.subset, each.max_rows) for each in run.data.train] == [
+        ("modelscope:AI-ModelScope/alpaca-gpt4-data-zh", None, 500), ("hub:owner/rows", "part", 9),
+    ]  # fmt: skip
+    assert (run.adapter.r, run.adapter.lora_alpha, run.adapter.lora_dropout) == (8, 32, 0.05)
+    assert (run.train.learning_rate, run.train.gradient_accumulation_steps, run.train.packing) == (1e-4, 16, "none")
+    assert (run.train.weight_decay, run.train.adam_beta2, run.train.gradient_checkpointing) == (0.1, 0.95, True)
+    assert (run.data.max_length, run.data.overflow, run.data.eval_split, run.eval.steps) == (2048, "drop", 0.1, 50)
+    assert (run.runtime.sharding, run.train.precision, run.model.attn_implementation) == (
+        "fsdp", "bf16", "flash_attention_2",
+    )  # fmt: skip
+    assert draft.translation is not None and draft.translation.peer == "ms-swift"
+    imported = dump_translation(draft.translation, "theirs.yaml")
+    assert load_config_text(imported, "run.yaml", check_paths=False) == run
+
+
+def test_lines_of_the_table_name_keys_that_are_there() -> None:
+    assert [ours for ours in TABLE["keys"].values() if schema_at(parse_path(ours) or ("?",)) is None] == []
+    passed = [key for keys in TABLE["passed"].values() for key in keys]
+    assert len(passed) == len(set(passed)) and not set(passed) & {*TABLE["missing"], *TABLE["keys"]}
+
+
+@pytest.mark.parametrize("key", sorted(SWIFT.known - {"objective", "objective.name", "model", "dataset"}))
+def test_every_key_of_theirs_has_an_outcome_of_its_own(key: str) -> None:
+    """It is translated, passed over or refused by its name, whatever its value: never a failure of the reader."""
+    for value in ("true", "3", "[a, b]", "null", "word", "{a: 1}"):
+        lines = "".join(line for line in RUN.splitlines(keepends=True) if line.split(":")[0] != key)
+        try:
+            load_config_text(f"{lines}{key}: {value}\n", "theirs.yaml", check_paths=False)
+        except ConfigError as error:
+            assert all("no such key" not in problem.what for problem in error.problems), error
+
+
+@pytest.mark.parametrize(("text", "ours", "value"), [
+    ("", "objective.name", "sft"),
+    ("rlhf_type: dpo\nrpo_alpha: 0.2\n", "objective.sft_weight", 0.2),
+    ("rlhf_type: dpo\n", "objective.beta", 0.1),
+    ("rlhf_type: simpo\n", "objective.beta", 2.0),
+    ("rlhf_type: simpo\n", "objective.sft_weight", 1.0),
+    ("rlhf_type: cpo\n", "objective.loss", "cpo"),
+    ("rlhf_type: kto\ndesirable_weight: 0.5\n", "objective.desirable_weight", 0.5),
+    ("rlhf_type: rm\ncenter_rewards_coefficient: 0.01\n", "objective.center_rewards", 0.01),
+    ("enable_dft_loss: true\n", "objective.loss", "dft"),
+    ("loss_scale: last_round+ignore_empty_think\n", "template.train_on", "last_assistant"),
+    ("loss_scale: all\n", "template.train_on", "all"),
+    ("truncation_strategy: left\n", "data.overflow", "keep_answer"),
+    ("packing: true\n", "train.packing", "window"),
+    ("quant_method: bnb\nquant_bits: 4\n", "model.quantization.type", "nf4"),
+    ("quant_bits: 8\n", "model.quantization.type", "int8"),
+    ("freeze_vit: false\n", "adapter.train_parts", ["language_model", "tower"]),
+    ("freeze_llm: true\nfreeze_aligner: false\n", "adapter.train_parts", ["projector"]),
+    ("target_regex: '.*q_proj'\n", "adapter.target_modules", ["regex:.*q_proj"]),
+    ("tuner_type: full\n", "train.learning_rate", 1e-5),
+    ("train_type: full\n", "adapter.type", "full"),
+    ("tuner_type: vera\n", "adapter.r", 256),
+    ("init_weights: pissa\n", "adapter.init_lora_weights", "pissa"),
+    ("aligner_lr: 1e-5\n", "train.learning_rates", {"projector": 1e-5}),
+    ("columns: {text: query, answer: response}\n", "data.train", None),
+    ("val_dataset: held.jsonl\nsave_strategy: epoch\n", "eval.strategy", "epoch"),
+    ("per_device_train_batch_size: 4\n", "train.gradient_accumulation_steps", 4),
+    ("gradient_accumulation_steps: 2\nwarmup_ratio: 0.05\n", "train.warmup_steps", 0.05),
+    ("report_to: [wandb, tensorboard]\n", "tracking.report_to", ["wandb", "tensorboard"]),
+    ("resume_from_checkpoint: out/checkpoint-3\n", "output.resume", "out/checkpoint-3"),
+], ids=str)  # fmt: skip
+def test_keys_become_what_they_mean_here(text: str, ours: str, value: object) -> None:
+    named = {line.split(":")[0] for line in text.splitlines()}
+    named |= {"tuner_type"} if "train_type" in named else set()
+    lines = "".join(line for line in RUN.splitlines(keepends=True) if line.split(":")[0] not in named)
+    assert value_of(lines + text, "objective.name", "objective.name=pt") == "pt" or "rlhf_type" in text
+    found = value_of(lines + text, ours)
+    if value is None:
+        assert isinstance(found, list) and found[0]["columns"] == {"prompt": "text", "response": "answer"}
+    else:
+        assert found == value
+
+
+@pytest.mark.parametrize(("text", "key"), [
+    ("rlhf_type: grpo\n", "rlhf_type"),
+    ("rlhf_type: best\n", "rlhf_type"),
+    ("dataset: swift/self-cognition#500\n", "dataset"),
+    ("tuner_type: longlora\n", "tuner_type"),
+    ("quant_method: hqq\nquant_bits: 4\n", "quant_bits"),
+    ("sequence_parallel_size: 2\n", "sequence_parallel_size"),
+    ("loss_scale: hermes\n", "loss_scale"),
+    ("external_plugins: [mine.py]\n", "external_plugins"),
+    ("freeze_parameters_ratio: 0.5\n", "freeze_parameters_ratio"),
+    ("use_chat_template: false\n", "use_chat_template"),
+    ("lora_rank: 0\n", "lora_rank"),
+    ("cutoff_len: 5\n", "cutoff_len"),  # another tool's
+], ids=str)  # fmt: skip
+def test_what_is_wrong_or_missing_is_told_by_their_key(text: str, key: str) -> None:
+    lines = "".join(line for line in RUN.splitlines(keepends=True) if line.split(":")[0] not in text)
+    assert key in keys_refused(lines + text)
+
+
+@pytest.mark.parametrize("text", [
+    "model: x\ndataset: y\n",  # a slip in a file of ours as likely as one of theirs
+    "model: x\ndata: {train: y}\nlora_rank: 5\n",
+    "model: x\ntrain_dataset: y\nmicro_batch_size: 1\n",
+])  # fmt: skip
+def test_files_of_other_tools_are_not_taken_for_it(text: str) -> None:
+    tree = parse_yaml(text, "other.yaml").tree
+    assert isinstance(tree, MappingNode) and not SWIFT.is_its(tree)
+
+
+@pytest.mark.parametrize(("row", "found"), [
+    ({"query": "a", "response": "b"}, ("alpaca", {"prompt": "query", "response": "response"})),
+    ({"messages": []}, ("auto", {})),
+    ({"query": "a", "response": "b", "rejected_response": "c"},
+     ("preference", {"prompt": "query", "chosen": "response", "rejected": "rejected_response"})),
+], ids=str)  # fmt: skip
+def test_rows_in_columns_that_they_alone_use_are_read(tmp_path: Path, row: dict[str, object], found: object) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    text = RUN.replace("preset:skills", str(tmp_path / "rows.jsonl"))
+    text += "rlhf_type: dpo\n" if "rejected_response" in row else ""
+    (source,) = load_config_text(text, "theirs.yaml", check_paths=False).data.train
+    assert (source.format, source.columns) == found
+    beside = {"messages": [], "rejected_response": "c"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(beside) + "\n", encoding="utf-8")
+    assert keys_refused(f"{text.replace('rlhf_type: dpo', '')}rlhf_type: dpo\n") == ["dataset"]
+
+
+def test_a_file_trains(tmp_path: Path) -> None:
+    from luthier.library import train
+
+    rows = [{"query": f"Say {number}.", "response": str(number)} for number in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    text = RUN.replace("preset:skills", f"{tmp_path / 'rows.jsonl'}#6") + "max_length: 256\nreport_to: none\n"
+    (tmp_path / "theirs.yaml").write_text(f"{text}output_dir: {tmp_path / 'out'}\n", encoding="utf-8")
+    result = train(tmp_path / "theirs.yaml", overrides=[
+        "max_steps=2", "gradient_accumulation_steps=1", f"data.store={tmp_path / 'store'}", "tracking.progress=false",
+        "dataloader_num_workers=0", "learning_rate=0.01",
+    ])  # fmt: skip
+    assert result.exit_code == 0 and result.steps[-1].step == 2
