@@ -257,9 +257,9 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("train.optim", what, hint)
     if config.train.packing is Packing.SPLIT:
         yield draft.problem("train.packing", "answers are never cut", "set train.packing: best_fit")
-    if config.runtime.sharding is not Sharding.NONE:
-        what = "processes draw answers of different lengths, and a divided model needs all of them at once"
-        yield draft.problem("runtime.sharding", what, "set runtime.sharding: none")
+    if config.runtime.sharding is not Sharding.NONE and LOSSES.named(config.objective.loss_name).expects:
+        what = f"the value head of {config.objective.loss_name} is a part of the model that cannot be divided"
+        yield draft.problem("runtime.sharding", what, "set runtime.sharding: none, or objective.loss: reinforce_pp")
 
 
 def _reward_model_faults(draft: Draft, key: str, reward: RewardConfig) -> Iterator[Problem]:

@@ -135,10 +135,21 @@ def unsharded_class(model: nn.Module) -> type[Any]:
     return next(base for base in kind.__bases__ if base is not FSDPModule)
 
 
-def give_up_gathered(model: nn.Module) -> None:
-    """Put every group into its parts again: after forward passes without a backward pass, the last one is whole."""
+def gather_all(model: nn.Module) -> None:
+    """Have every rank hold all weights until `give_up_gathered`, so that forward passes need no other rank: each may
+    make as many as it likes. Nothing happens to a model that is whole. Every rank has to ask at once."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+
+
+def give_up_gathered(model: nn.Module) -> None:
+    """Put every group into its parts again: after forward passes without a backward pass, the last one is whole."""
+    plain = _plain(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(module is not plain, recurse=False)
             module.reshard()
 
 

@@ -24,7 +24,7 @@ from luthier.loader.settings import check_reward_columns, eval_settings, media_o
 from luthier.models import adapter_files, adapters
 from luthier.models.model import LoadedModel, load_model, quantize_whole, run_precision
 from luthier.models.quantized import is_quantized
-from luthier.models.sharding import give_up_gathered, is_sharded, place, unsharded_class, whole_weights
+from luthier.models.sharding import gather_all, give_up_gathered, is_sharded, place, unsharded_class, whole_weights
 from luthier.models.submodules import text_attention, undrawn
 from luthier.models.vocabulary import Vocabulary
 from luthier.objectives.policy_losses import Advantage
@@ -291,6 +291,7 @@ def _talks(config: RunConfig, engine: Engine) -> Talks | None:
     rollout = config.rollout
     if not rollout.takes_turns:
         return None
+        gather_all(model)  # again, as asking for its weights has divided it
     talks = Talks(
         config=rollout,
         engine=engine,

@@ -28,7 +28,7 @@ from luthier.media.families.family import PackingSupport
 from luthier.metrics.table import JUDGE, metrics_of_answers
 from luthier.models import adapter_files
 from luthier.models.model import run_device
-from luthier.models.sharding import give_up_gathered, is_sharded, refuse_other_ways, whole_weights
+from luthier.models.sharding import gather_all, give_up_gathered, is_sharded, refuse_other_ways, whole_weights
 from luthier.models.submodules import decoder_family
 from luthier.packing.settings import Segments
 from luthier.preparation.prepared import Prepared
@@ -356,6 +356,8 @@ def _answer(run: Run, questions: list[Question] | HeldOutTalks) -> None:
         judge = AnswerScorer(config.judge) if is_main and JUDGE in names else None
         measures = AnswerMeasures(metrics=metrics_of_answers(names), judge=judge)
         rollouts = run.trainer.parts.stream.rollouts
+        if rollouts is not None:  # what tools and rewards say may differ between ranks, and with it what is drawn
+            gather_all(run.run_model.model)
         if isinstance(questions, HeldOutTalks):
             assert isinstance(rollouts, Rollouts), "they are what leads conversations"
             answers = questions.answer_all(step, rollouts, measures.metrics)

@@ -204,7 +204,9 @@ def of_ranks(model: Path, teacher: Path) -> dict[str, dict[str, Any]]:
     shared |= {"rollout": {**ROLLOUT, "updates": 2, "dead_groups": "keep"}, "train__learning_rate": 1e-2}
     chosen = objectives(teacher)
     lora = {"objective": {"name": "rl", "loss": "grpo", "kl_weight": 0.1}, "adapter": LORA}
-    return {name: {**shared, **chosen[name]} for name in ("rl", "ppo", "online_dpo")} | {"lora": {**shared, **lora}}
+    jobs = {name: {**shared, **chosen[name]} for name in ("rl", "ppo", "online_dpo")} | {"lora": {**shared, **lora}}
+    in_parts = {"runtime__sharding": "fsdp", "eval__generate_rows": 2, "train__per_device_train_batch_size": 1}
+    return jobs | {f"{name} in parts": {**jobs[name], **in_parts} for name in ("rl", "lora")}
 
 
 @pytest.fixture(scope="module")
@@ -218,14 +220,19 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, knows_few: Path, knows_half:
     return folder
 
 
-@pytest.mark.parametrize("name", ["rl", "ppo", "online_dpo", "lora"])
+@pytest.mark.parametrize("name", ["rl", "ppo", "online_dpo", "lora", "rl in parts", "lora in parts"])
 def test_two_ranks_draw_and_learn_what_one_process_does(
     name: str, ranks: Path, knows_few: Path, knows_half: Path, train: Train
 ) -> None:
     """With a value head, too, whose gradients are added up like all others."""
     two = RunResult.load(ranks / name)
-    one = train(make_data(make_segments(12)), folder="one", **of_ranks(knows_few, knows_half)[name])
+    job = of_ranks(knows_few, knows_half)[name]
+    one = train(
+        make_data(make_segments(12), make_segments(3) if "eval__generate_rows" in job else ()), folder="one", **job
+    )
     assert two.world_size == 2
+    assert ("sharded over 2 ranks" in (ranks / f"{name}.notes").read_text()) == name.endswith("in parts")
+    assert [round_.metrics for round_ in two.generations] == [round_.metrics for round_ in one.generations]
     drawn = [[sorted((a["row"], a["sample"], a["ids"]) for a in step) for step in _by_step(r.path)] for r in (one, two)]
     assert drawn[0] == drawn[1]
     assert losses(two) == pytest.approx(losses(one), rel=1e-3, abs=1e-5)
@@ -233,6 +240,15 @@ def test_two_ranks_draw_and_learn_what_one_process_does(
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
     for step, other in zip(two.steps, one.steps, strict=True):
         assert step.measures == pytest.approx(other.measures, rel=1e-3, abs=1e-5)
+
+
+def test_ranks_that_share_a_model_make_as_many_passes(ranks: Path) -> None:
+    """A rank with fewer micro-batches of answers than the other goes along with ones that hold nothing."""
+    padded = {
+        name: [int((ranks / f"{name}.{rank}.padded").read_text()) for rank in range(2)]
+        for name in ("rl", "rl in parts")
+    }
+    assert padded["rl"] == [0, 0] and any(padded["rl in parts"]), padded
 
 
 def _by_step(folder: Path) -> list[list[dict[str, Any]]]:

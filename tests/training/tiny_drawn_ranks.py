@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,16 +13,37 @@ from tiny_runs import make_config, make_data, make_segments
 
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.metrics.table import METRICS, Metric
+from luthier.records import Batch
 from luthier.training.fit import fit_data
+from luthier.training.rollouts.drawing import Rollouts
 
 
 def main() -> None:
     torch.set_num_threads(1)
     METRICS._rows["evenness"] = Metric(of_row=evenness)
+    padded: list[Rollouts] = []
+    blank = Rollouts.blank
+
+    def counted(self: Rollouts) -> Batch:
+        padded.append(self)
+        return blank(self)
+
+    Rollouts.blank = counted  # type: ignore[method-assign]
     folder, jobs = Path(sys.argv[1]), json.loads(sys.argv[2])
     for name, changes in jobs.items():
         config = make_config(folder / name, **changes)
-        fit_data(config, load_tokenizer("preset:tiny-qwen3"), make_data(make_segments(12)))
+        notes: list[str] = []
+        padded.clear()
+        data = make_data(make_segments(12), make_segments(3) if config.eval.generate_rows else ())
+        fit_data(
+            config,
+            load_tokenizer("preset:tiny-qwen3"),
+            data,
+            on_event=lambda event, notes=notes: notes.append(getattr(event, "text", "")),  # type: ignore[misc]
+        )
+        (folder / f"{name}.{os.environ['RANK']}.padded").write_text(str(len(padded)))
+        if notes:  # the first rank has something to say
+            (folder / f"{name}.notes").write_text("\n".join(notes))
 
 
 if __name__ == "__main__":

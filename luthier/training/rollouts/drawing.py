@@ -125,7 +125,11 @@ class Rollouts:
         kept = [group for group in chosen if config.dead_groups is DeadGroups.KEEP or not group.is_dead]
         learned = list(micro_batches([group for group in kept if len(group.answers)], self.layout))
         found = [self._scored(rows, collated(rows, self.layout, age=step % self.updates), step) for rows in learned]
-        return found or [self.layout.blank()]
+        return found or [self.blank()]
+
+    def blank(self) -> Batch:
+        """See `DrawsAnswers`."""
+        return self.layout.blank()
 
     def _scored(self, rows: Sequence[Sequence[AnswerGroup]], batch: Batch, step: int) -> Batch:
         """With what is to be known of the answers under the weights that drew them."""

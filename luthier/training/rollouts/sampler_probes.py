@@ -15,6 +15,7 @@ from luthier.engines.engine import Engine, Ids
 from luthier.engines.local import NO_ADAPTER, LocalEngine
 from luthier.errors import TrainingError
 from luthier.models.passes import casting
+from luthier.models.sharding import gather_all
 from luthier.records import Batch
 from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated
 from luthier.training.rollouts.gap_causes import Cause, Logps, Probe, ScoredAnswer, cause_of, visible_fault
@@ -57,7 +58,9 @@ class SamplerProbes:
             self.watch.canaries = self._canaries(self._groups[0])
 
     def explain(self) -> str:
-        """The likeliest cause of the gap in the step's answers, as a sentence. Called before the weights change."""
+        """The likeliest cause of the gap in the step's answers, as a sentence. Called before the weights change, by all
+        ranks."""
+        gather_all(self.trained.model)  # until the next step
         chosen = list(_some_calls(self._groups, _ASKED))
         if not chosen:
             return ""
