@@ -112,9 +112,12 @@ class UserProcess:
         atexit.register(self.close)
         try:
             told = self._line(self._child, time.monotonic() + START_SECONDS)
-        except (_Gone, _Late):
+        except _Gone:
             self.close()
             raise NoAnswer("its file cannot be loaded") from None
+        except _Late:
+            self.close()
+            raise NoAnswer(f"its file is not loaded within {START_SECONDS:g} s") from None
         if "error" in told:
             self.close()
             raise NoAnswer(str(told["error"]))
