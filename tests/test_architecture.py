@@ -53,6 +53,7 @@ EXCUSED_FUNCTIONS: dict[str, str] = {
     "cli/chat.py:chat": "a command has an argument for each of its options",
     "cli/prediction.py:serve": "a command has an argument for each of its options",
     "cli/prediction.py:predict": "a command has an argument for each of its options",
+    "cli/inspection.py:show": "a command has an argument for each of its options",
     "cli/inspection.py:verify": "a command has an argument for each of its options",
 }
 

@@ -160,7 +160,7 @@ def stats(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = No
         output.emit({**told, "repeated_ids": [_repeated_ids(repeated, output) for repeated in found.repeated_ids]})
 
 
-def show(
+def show(  # noqa: PLR0913
     config: ConfigFile,
     overrides: Overrides = None,
     row: RowNumber = None,
@@ -168,6 +168,9 @@ def show(
     batch: BatchNumber = None,
     split: Annotated[Split, typer.Option(help="Which side of the data.")] = Split.TRAIN,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page that needs nothing else.")] = None,
+    rollouts: Annotated[
+        bool, typer.Option("--rollouts", help="Show what the run drew, as `luthier rollouts` of its folder does.")
+    ] = False,
     json: JsonTarget = None,
 ) -> None:
     """Show what the model sees, token by token: id, text, owner, target, weight, position, label.
@@ -179,7 +182,11 @@ def show(
 
     [dim]Example[/]   luthier show run.yaml
     [dim]Example[/]   luthier show run.yaml --pack 3 --html pack.html
+    [dim]Example[/]   luthier show examples/grpo.yaml --rollouts
     """
+    if rollouts:
+        _show_rollouts(Path(config), overrides, None, row, html, json)
+        return
     with reporting(json) as output:
         import msgspec
 
@@ -218,12 +225,22 @@ def rollouts(
     [dim]Example[/]   luthier rollouts output/grpo
     [dim]Example[/]   luthier rollouts output/grpo --row 12 --html row.html
     """
+    _show_rollouts(run, None, step, row, html, json)
+
+
+def _show_rollouts(
+    run: Path, overrides: Overrides, step: int | None, row: int | None, html: Path | None, json: JsonTarget
+) -> None:
+    """Of a run's folder, or of the folder that a run description names."""
     with reporting(json) as output:
         import msgspec
 
+        from luthier.config.loading import load_config
         from luthier.training.report.drawn_answers import chosen_groups, groups_page, groups_text
         from luthier.writing import write_text
 
+        if run.is_file():
+            run = load_config(run, overrides or ()).output.dir
         groups = chosen_groups(run, step=step, row=row)
         output.console.print(groups_text(groups))
         if html is not None:

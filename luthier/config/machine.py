@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from luthier.config.choices import DATA_PRESETS, MODEL_PRESETS, QuantizationType
@@ -33,6 +34,7 @@ from luthier.writing import counted
 # Relative paths are relative to the current directory; a message names the absolute path that was tried.
 
 
+MOST_RUNS, MOST_LOOKED_AT = 200, 100_000  # run descriptions in a folder, and characters of each
 MAX_LISTED = 10_000  # files of a folder that a near name is looked for among
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_ROWS = re.compile(r"[\w.-]+(/[\w.-]+)*")  # perhaps one folder of a data set
@@ -60,6 +62,8 @@ def check_files(draft: Draft) -> list[Problem]:
     for index, name in enumerate(draft.config.adapter.merge_first):
         problems += _model(draft, f"adapter.merge_first[{index}]", name)
     problems += _model(draft, "objective.reference.name_or_path", draft.config.objective.reference.name_or_path)
+    for index, reward in enumerate(draft.config.rollout.rewards):
+        problems += _model(draft, f"rollout.rewards[{index}].model", reward.model)
     problems += _adapter_for_model(draft, model.name_or_path)
     problems += _template(draft, draft.config.template.chat_template)
     for place, folder in (("model.cache_dir", model.cache_dir), ("data.store", data.store), ("output.dir", output.dir)):
@@ -122,7 +126,10 @@ def _model(draft: Draft, key: str, name: str | None) -> Iterator[Problem]:
     path = os.path.expanduser(name)
     if os.path.isdir(path):
         return
-    if os.path.exists(path):
+    if (made_by := _made_by(draft, name)) is not None:
+        what = f'"{name}" is not there yet: {made_by} leaves it'
+        yield draft.problem(key, what, f"run `luthier train {made_by}` first")
+    elif os.path.exists(path):
         yield draft.problem(
             key, f'"{name}" is a file ({os.path.abspath(path)}), a model is a folder', "name the folder it is in"
         )
@@ -133,6 +140,20 @@ def _model(draft: Draft, key: str, name: str | None) -> Iterator[Problem]:
     elif not _HUB_ID.fullmatch(name):
         what = f'"{name}" is neither a folder ({os.path.abspath(path)}) nor a name on the Hub (OWNER/NAME)'
         yield draft.problem(key, what, "relative paths start from the current directory")
+
+
+def _made_by(draft: Draft, name: str) -> str | None:
+    """The run description beside this one whose run leaves the folder of a model: of ``output/sft/model`` the one with
+    ``dir: output/sft``."""
+    folder, _, last = name.rpartition("/")
+    if last not in ("model", "merged") or os.path.exists(name):
+        return None
+    told = re.compile(rf"^\s+dir:\s*[\"']?{re.escape(folder)}/?[\"']?\s*(#.*)?$", re.MULTILINE)
+    for file in sorted(Path(draft.name).parent.glob("*.yaml"))[:MOST_RUNS]:
+        with suppress(OSError, UnicodeDecodeError):
+            if file.name != Path(draft.name).name and told.search(file.read_text(encoding="utf-8")[:MOST_LOOKED_AT]):
+                return str(file)
+    return None
 
 
 def _adapter_for_model(draft: Draft, name: str) -> Iterator[Problem]:

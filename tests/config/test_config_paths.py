@@ -148,3 +148,20 @@ def test_the_file_system_is_left_alone_on_request(folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config_text(text)
     assert len(caught.value.problems) == 4
+
+
+@pytest.mark.parametrize("key", ["model", "reference", "reward"])
+def test_a_model_that_another_run_leaves_is_told_with_that_run(folder: Path, key: str) -> None:
+    (folder / "sft.yaml").write_text("model: preset:tiny-qwen3\noutput:\n  dir: output/sft # here\n")
+    (folder / "run.yaml").write_text("output:\n  dir: output/other\n")
+    named = {
+        "model": {"model": "output/sft/model"},
+        "reference": {"more": "objective: {name: dpo, reference: {name_or_path: output/sft/model}}\n"},
+        "reward": {"more": "objective: rl\nrollout: {rewards: [{model: output/sft/model}]}\n"},
+    }[key]
+    line = told(**named)
+    assert "`luthier train sft.yaml` first" in line and "not there yet" in line, line
+    (folder / "sft.yaml").unlink()
+    assert "sft.yaml" not in (line := told(**named)) and "output/sft/model" in line, "control: nobody makes it"
+    (folder / "output" / "sft" / "model").mkdir(parents=True)
+    assert "output/sft/model" not in told(**named)

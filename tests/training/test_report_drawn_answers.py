@@ -132,6 +132,13 @@ def test_a_run_leaves_curves_and_answers_in_its_report(
     shown = CliRunner().invoke(app, ["rollouts", str(run.path), "--step", "2", "--json", "-"])
     groups = json.loads(shown.stdout)["groups"]
     assert shown.exit_code == 0 and len(groups) == 4 and {group["step"] for group in groups} == {2}
+    description = run.path.parent / "again.json"
+    description.write_text(
+        json.dumps({"model": "x/y", "data": {"train": ["preset:skills"]}, "output": {"dir": str(run.path)}})
+    )
+    for named, chosen in ((str(run.path), ["--row", "2"]), (str(description), [])):
+        again = CliRunner().invoke(app, ["show", named, "--rollouts", *chosen, "--json", "-"])
+        assert again.exit_code == 0 and json.loads(again.stdout)["groups"], again.output
     for group in groups:
         told = [answer["advantage"] for answer in group["answers"]]
         assert sum(told) == pytest.approx(0, abs=1e-6) and told == sorted(told, reverse=True)
