@@ -345,6 +345,7 @@ def _engine(draft: Draft) -> Iterator[Problem]:
         if getattr(engine, name) != type(engine).model_fields[name].default and not is_read:
             what = f"only what {way} names reads it, and that is not set"
             yield draft.problem(f"rollout.engine.{name}", what, f"add {way}, or remove it")
+    yield from _reward_actors(draft)
     if not rollout.staleness:
         return
     learned = OBJECTIVES[draft.config.objective.name].learned
@@ -368,6 +369,23 @@ def _engine(draft: Draft) -> Iterator[Problem]:
     ):
         if is_wrong:
             yield draft.problem(key, f"{what}, and {cited}", way)
+
+
+def _reward_actors(draft: Draft) -> Iterator[Problem]:
+    """Where answers are judged."""
+    rollout, actors = draft.config.rollout, draft.config.rollout.reward_actors
+    if actors.ray is None:
+        for name in ("actors", "actor_gpus", "timeout"):
+            if getattr(actors, name) != type(actors).model_fields[name].default:
+                what = "only what rollout.reward_actors.ray names reads it, and that is not set"
+                yield draft.problem(f"rollout.reward_actors.{name}", what, "add rollout.reward_actors.ray")
+        return
+    if all(reward.metric is not None for reward in rollout.rewards):
+        what = "metrics are judged by the run itself, and there is no function, server or reward model"
+        yield draft.problem("rollout.reward_actors", what, "remove it")
+    if rollout.engine.ray not in (None, actors.ray):
+        what = f"{draft.cite('rollout.engine.ray')} is {rollout.engine.ray}: a run works with one cluster"
+        yield draft.problem("rollout.reward_actors.ray", what, f"set it to {rollout.engine.ray}")
 
 
 def _policies(draft: Draft) -> Iterator[Problem]:

@@ -184,6 +184,24 @@ class EngineConfig(Section):
         return bool(self.url) or self.ray is not None
 
 
+class RewardActorsConfig(Section):
+    """Processes of a Ray cluster that judge answers. ``reward_actors: auto`` is short for ``reward_actors: {ray:
+    auto}``. Default: the run's own process and its children."""
+
+    shorthand = "ray"
+
+    ray: choices.NonEmpty | None = None
+    """The cluster, as in ``rollout.engine.ray``. Functions, servers and reward models are asked there; metrics are
+    not, as they take no time."""
+    actors: choices.Size = 1
+    """How many processes judge. They share the answers of a step; each has the reward models, and a process for each
+    function."""
+    actor_gpus: choices.NonNegative = 0.0
+    """GPUs of each of them, for reward models."""
+    timeout: choices.Positive = 600.0
+    """Seconds in which a process has to judge its share of a step's answers by one reward."""
+
+
 class RolloutConfig(Section):
     """Answers that are drawn in the run (``objective: rl``, ``best_of_n``, ``online_dpo``, ``distill``). They are drawn
     from all tokens, so that the probabilities that training compares are those they were drawn by: there is no top_p,
@@ -226,6 +244,9 @@ class RolloutConfig(Section):
     """With tools or an environment: how often the model may speak in one conversation."""
     engine: EngineConfig = EngineConfig()
     """Servers or a Ray cluster that draw the answers, instead of the model in this process."""
+    reward_actors: RewardActorsConfig = RewardActorsConfig()
+    """Processes of a Ray cluster that judge answers by functions, servers and reward models, instead of this process
+    and its children."""
     staleness: choices.Natural = 0
     """With an ``engine`` elsewhere: how many updates the weights that draw may be behind those that learn. 0: drawing
     and learning take turns. 1: the answers of a step are drawn while the step before it is learned. Needs a

@@ -8,7 +8,7 @@ from typing import Any
 
 from luthier.config.inputs import MixtureConfig, SourceConfig, TargetRuleConfig
 from luthier.config.objective import ReferenceConfig
-from luthier.config.rollout import CodeConfig, CorrectionConfig, EngineConfig, RewardConfig
+from luthier.config.rollout import CodeConfig, CorrectionConfig, EngineConfig, RewardActorsConfig, RewardConfig
 from luthier.config.schema import RunConfig, Section
 from luthier.config.tree import KeyPath
 from luthier.plugins import load_plugins, num_added
@@ -207,6 +207,7 @@ def config_reference() -> str:
         if name == "rollout":
             parts.append(_section("`rollout.rewards[…]`", RewardConfig, ("rollout", "rewards", 0)))
             parts.append(_section("`rollout.engine`", EngineConfig, ("rollout", "engine")))
+            parts.append(_section("`rollout.reward_actors`", RewardActorsConfig, ("rollout", "reward_actors")))
             parts.append(_section("`rollout.correction`", CorrectionConfig, ("rollout", "correction")))
             parts.append(_section("`rollout.tools[…]`, `rollout.environment`", CodeConfig, ("rollout", "tools", 0)))
         if name == "template":

@@ -96,7 +96,8 @@ class RewardJudge:
         models: Mapping[int, AnswerJudge] | None = None,
     ) -> None:
         """``max_new_tokens``: tokens of the longest answer that is drawn. ``models`` judge for rewards that are reward
-        models, by their numbers in the list. Raises `UserError` for what is no reward."""
+        models, and for others that are judged elsewhere, by their numbers in the list. Raises `UserError` for what is
+        no reward."""
         self.rewards = rewards
         self._models = models or {}
         self._max_new_tokens = max_new_tokens
@@ -126,6 +127,10 @@ class RewardJudge:
         reasons_N = [(why or NO_OPINION) if silent else "" for why, silent in zip(reasons_N, silent_N, strict=True)]
         return Judged(total_N=total_N, values_NF=values_NF, missing=missing, reasons_N=reasons_N)
 
+    def opinions(self, number: int, answers: Sequence[DrawnAnswer]) -> list[Opinion]:
+        """What one of the rewards says of some answers."""
+        return list(self._judges[number](answers))
+
     def close(self) -> None:
         """End the processes."""
         self._exits.close()
@@ -145,7 +150,7 @@ class RewardJudge:
             raise UserError(f"{key}: {what}", hint=error.hint, key=key) from error
 
     def _judge(self, number: int, reward: RewardConfig) -> AnswerJudge:
-        if reward.is_model:
+        if reward.is_model or number in self._models:
             return lambda answers: self._models[number](answers)
         if reward.metric == ENVIRONMENT:
             return lambda answers: [answer.outcome for answer in answers]

@@ -54,6 +54,7 @@ from luthier.training.rollouts.answer_groups import AnswerLayout
 from luthier.training.rollouts.delivery import Delivery, delivery_of
 from luthier.training.rollouts.drawing import Rollouts
 from luthier.training.rollouts.early_warnings import EarlyWarnings
+from luthier.training.rollouts.ray_actors import ray_rewards
 from luthier.training.rollouts.reward_models import reward_judges
 from luthier.training.rollouts.sampler_probes import SamplerProbes
 from luthier.training.rollouts.talks import Talks
@@ -248,8 +249,7 @@ def _rollouts(setup: RunSetup, how: CollateSettings, losses: StepLosses, *, shar
         stops = frozenset(tokenizer.stop_token_ids)
         probes = SamplerProbes(engine=engine, trained=local, watch=losses.gaps, layout=layout, stops=stops)
     by_reward = objective.learned is not Learned.ALL
-    models = reward_judges(config, model, tokenizer, hooks.note)
-    judge = RewardJudge(config.rollout.rewards, max_new_tokens=config.rollout.max_new_tokens, models=models)
+    judge = _judge(setup)
     return Rollouts(
         config=config.rollout,
         engine=engine,
@@ -271,6 +271,16 @@ def _rollouts(setup: RunSetup, how: CollateSettings, losses: StepLosses, *, shar
     )
 
 
+def _judge(setup: RunSetup) -> RewardJudge:
+    """All rewards of the run, in this process or on a cluster."""
+    config, hooks = setup.config, setup.hooks
+    if config.rollout.reward_actors.ray is None:
+        models = reward_judges(config, setup.run_model.model, setup.tokenizer, hooks.note)
+    else:
+        models = ray_rewards(config, ranks=setup.world.size, closing=hooks.closing, tell=hooks.note)
+    return RewardJudge(config.rollout.rewards, max_new_tokens=config.rollout.max_new_tokens, models=models)
+
+
 def _delivery(setup: RunSetup, local: LocalEngine, losses: StepLosses) -> Delivery | None:
     """The way of weights to samplers elsewhere, where there are some."""
     if not setup.config.rollout.engine.is_elsewhere:
@@ -279,6 +289,7 @@ def _delivery(setup: RunSetup, local: LocalEngine, losses: StepLosses) -> Delive
 
     def save(folder: Path) -> None:
         weights = whole_weights(model, keep=is_main) if is_sharded(model) else None  # all ranks gather
+        gather_all(model)  # again, as asking for its weights has divided it
         if is_main:
             setup.run_model.save(folder, local.tokenizer, weights)
 
@@ -291,7 +302,6 @@ def _talks(config: RunConfig, engine: Engine) -> Talks | None:
     rollout = config.rollout
     if not rollout.takes_turns:
         return None
-        gather_all(model)  # again, as asking for its weights has divided it
     talks = Talks(
         config=rollout,
         engine=engine,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -23,8 +24,9 @@ from luthier.engines.pool import SamplerPool
 from luthier.errors import ConfigError, SamplerLost, UserError
 from luthier.metrics.table import METRICS, Metric
 from luthier.preparation.prepare import connect
+from luthier.rewards.judging import DrawnAnswer
 from luthier.training.report.result import RunResult
-from luthier.training.rollouts.ray_samplers import ray_samplers
+from luthier.training.rollouts.ray_actors import _parts, ray_rewards, ray_samplers
 
 Train = Callable[..., RunResult]
 LORA = {"adapter": {"type": "lora", "r": 4, "lora_alpha": 8}}
@@ -44,6 +46,7 @@ def cluster() -> Iterator[None]:
 def _a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METRICS._rows, "evenness", Metric(of_row=evenness))
     monkeypatch.setattr("luthier.training.rollouts.delivery.PAUSES", (0.01, 0.01, 0.01))
+    monkeypatch.setattr("luthier.training.rollouts.ray_actors.PAUSES", (0.1, 0.1, 1.0))
 
 
 def on_ray(**more: Any) -> dict[str, Any]:
@@ -126,6 +129,104 @@ def test_an_actor_that_cannot_begin_says_why(
         (sampler,) = ray_samplers(missing, tmp_path, ranks=1, closing=closing)
         with pytest.raises(UserError, match="nowhere"):
             sampler.score(tokenizer.encode_runs(["What now?"])[0], 1)
+
+
+REWARDS = """
+import os, signal
+
+def odd(answer, *, columns):
+    return float(len(answer) % 2)
+
+def pair(answers):
+    return [float(answer == min(answers)) for answer in answers]
+
+def picky(answer):
+    if len(answer) % 3 == 0:
+        os.kill(os.getpid(), signal.SIGKILL)  # the function's own process, not the one that judges
+    return 1.0
+"""
+
+
+def test_answers_are_judged_on_a_cluster_as_by_the_run_itself(train: Train, knows_few: Path, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    functions = [{"function": f"{tmp_path}/rewards.py:{name}"} for name in ("odd", "pair", "picky")]
+    rollout = {**ROLLOUT, "rewards": ["evenness", *functions]}
+    own = {"model": {"name_or_path": str(knows_few)}, "train__max_steps": 2, "data__max_length": 64}
+    told: list[str] = []
+    runs = [
+        train(
+            make_data(make_segments(12)),
+            folder=name,
+            objective="rl",
+            rollout={**rollout, **more},
+            on_event=lambda event: told.append(getattr(event, "text", "")),
+            **own,
+        )
+        for name, more in (("alone", {}), ("there", {"reward_actors": {"ray": "local", "actors": 2}}))
+    ]
+    rewards = [[[answer["rewards"] for answer in step] for step in rollouts(run.path)] for run in runs]
+    assert rewards[0] == rewards[1] and losses(runs[0]) == losses(runs[1])
+    assert len({tuple(one.items()) for one in rewards[0][0]}) > 2, "control: they differ"
+    assert sum("judged by 2 processes of the Ray cluster" in text for text in told) == 1
+
+
+def test_answers_whose_judge_dies_are_judged_by_another(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    rollout = {**ROLLOUT, "rewards": [{"function": f"{tmp_path}/rewards.py:odd"}]}
+    rollout["reward_actors"] = {"ray": "local", "actors": 2}
+    config = make_config(tmp_path / "run", objective="rl", rollout=rollout)
+    answers = [
+        DrawnAnswer(prompt="", expected=None, generated="x" * number, finished=True, group=number // 3)
+        for number in range(10)
+    ]
+    with ExitStack() as closing:
+        judge = ray_rewards(config, ranks=1, closing=closing, tell=lambda _: None)[0]
+        expected = [float(number % 2) for number in range(10)]
+        assert list(judge(answers)) == expected
+        actors = judge.func.__self__.actors  # type: ignore[attr-defined]
+        os.kill(ray.get(actors[0].__ray_call__.remote(lambda actor: os.getpid())), signal.SIGKILL)
+        assert list(judge(answers)) == expected
+        for actor in actors:
+            ray.kill(actor)
+        with pytest.raises(SamplerLost, match=r"judge [01] of the Ray cluster died.*asked 4 times"):
+            judge(answers)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_answers_to_one_prompt_are_judged_together(count: int) -> None:
+    groups = [0, 0, 0, 1, 2, 2, 3, 3, 3, 3]
+    answers = [
+        DrawnAnswer(prompt="", expected=None, generated=str(at), finished=True, group=group)
+        for at, group in enumerate(groups)
+    ]
+    parts = _parts(answers, count)
+    assert len(parts) == count and [one for part in parts for one in part] == answers
+    for part, other in itertools.combinations(parts, 2):
+        assert not {one.group for one in part} & {one.group for one in other}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "key", "said"),
+    [
+        ("{rewards: [exact], reward_actors: auto}", "rollout.reward_actors", "metrics"),
+        ("{reward_actors: {actors: 2}}", "rollout.reward_actors.actors", "rollout.reward_actors.ray"),
+        (
+            "{rewards: [{url: 'http://localhost:1'}], engine: {ray: local}, reward_actors: auto}",
+            "rollout.reward_actors.ray",
+            "one cluster",
+        ),
+    ],
+)
+def test_judges_that_judge_nothing_are_refused(rollout: str, key: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: preset:tiny-qwen3\ndata: {train: 'preset:preferences'}\nobjective: {name: rl, loss: grpo}\n"
+        f"rollout: {rollout}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_draft(path)
+    (problem,) = caught.value.problems
+    assert problem.key == key and said in problem.what
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ class Rollouts:
         places = sorted(drawn)
         asked = [self._asked_text(key, question) for key, question in enumerate(questions)]
         texts = [self._with_answer(asked[key], drawn[key, sample]) for key, sample in places]
-        judged = self.judge.judge(texts)
+        judged = on_all_ranks(lambda: self.judge.judge(texts), self.world)
         self._count(judged)
         groups_N = np.array([key for key, _ in places], dtype=np.int64)
         fates_N = self._fates(groups_N, judged)

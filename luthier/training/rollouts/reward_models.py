@@ -53,9 +53,10 @@ MEDIA = "reward models do not look at pictures, videos and sounds"
 
 
 def reward_judges(
-    config: RunConfig, model: PreTrainedModel | PeftModel, tokenizer: Tokenizer, tell: Callable[[str], None]
+    config: RunConfig, model: PreTrainedModel | PeftModel | None, tokenizer: Tokenizer, tell: Callable[[str], None]
 ) -> dict[int, AnswerJudge]:
-    """What judges for the rewards that are reward models, by their numbers in the list. Raises `UserError`."""
+    """What judges for the rewards that are reward models, by their numbers in the list. ``model`` is the run's own,
+    where it is in this process. Raises `UserError`."""
     found: dict[int, AnswerJudge] = {}
     for number, reward in enumerate(config.rollout.rewards):
         if reward.is_model:
@@ -88,7 +89,7 @@ def _fault(number: int, reward: RewardConfig, error: UserError) -> UserError:
 def _judge(
     config: RunConfig,
     reward: RewardConfig,
-    policy: PreTrainedModel | PeftModel,
+    policy: PreTrainedModel | PeftModel | None,
     tokenizer: Tokenizer,
     tell: Callable[[str], None],
 ) -> RewardModel:
@@ -283,14 +284,15 @@ def _check_head(adapter: str) -> None:
 
 
 def _under_own_base(
-    section: RunConfig, reward: RewardConfig, policy: PreTrainedModel | PeftModel, encoder: Encoder
+    section: RunConfig, reward: RewardConfig, policy: PreTrainedModel | PeftModel | None, encoder: Encoder
 ) -> tuple[PreTrainedModel | PeftModel, str]:
     """The run's model as it began, under the reward model's adapter. Where nothing of it is trained its weights are
     shared; the modules are others, so that neither model notices the other."""
     assert reward.adapter is not None
     base = None if section.runtime.sharding is not Sharding.NONE else _shared_base(section.adapter, policy)
     if base is None:
-        return _loaded(section, reward, encoder), "on a second copy of the run's base, as the run trains its own"
+        why = "as the run trains its own" if policy is not None else "as the run has its own in another process"
+        return _loaded(section, reward, encoder), f"on a second copy of the run's base, {why}"
     config = copy.deepcopy(base.config)
     config.num_labels = 1
     text = config.get_text_config()
@@ -310,7 +312,7 @@ def _float_type(model: nn.Module) -> torch.dtype:
     return next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
 
 
-def _shared_base(adapter: AdapterConfig, policy: PreTrainedModel | PeftModel) -> PreTrainedModel | None:
+def _shared_base(adapter: AdapterConfig, policy: PreTrainedModel | PeftModel | None) -> PreTrainedModel | None:
     """The model under the policy's adapter in modules of its own, which hold the same tensors; None where some of them
     are trained, or have been changed for the adapter."""
     if not isinstance(policy, PeftModel) or mutates_base(adapter) or adapter.modules_to_save:
