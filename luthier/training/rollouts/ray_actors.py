@@ -130,6 +130,8 @@ class RewardActor:
         self._notes: list[str] = []
         models = reward_judges(config, None, _begin(config, folder), self._notes.append)
         rewards = config.rollout.rewards
+        # metrics are judged by the run, which may know some that are registered nowhere else
+        models |= {number: lambda answers: [] for number, one in enumerate(rewards) if one.metric is not None}
         self._judge = RewardJudge(rewards, max_new_tokens=config.rollout.max_new_tokens, models=models)
 
     def notes(self) -> list[str]:
