@@ -255,7 +255,7 @@ class Trainer:
         read = next(steps)
         if rollouts is not None and sharding.is_sharded(self.model):
             numbers = self.accelerator.gather(torch.tensor([len(read)], device=self.args.device))
-            read += [rollouts.blank()] * (int(numbers.max()) - len(read))
+            read += [rollouts.blank() for _ in range(len(read), int(numbers.max()))]
         counts_T3 = torch.tensor([counts_of(parts.losses, batch) for batch in read], device=self.args.device)
         # ranks have as many micro-batches each, except of answers that they draw themselves
         counts_T3 = self._sum_of_ranks(counts_T3.sum(0, keepdim=True) if draws else counts_T3)
