@@ -268,6 +268,7 @@ def _rollouts(setup: RunSetup, how: CollateSettings, losses: StepLosses, *, shar
         warnings=EarlyWarnings(judge=judge.judge, tell=hooks.note) if setup.world.is_main and by_reward else None,
         learned=objective.learned,
         delivery=delivery,
+        in_parts=is_sharded(model),
     )
 
 

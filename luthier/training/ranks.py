@@ -40,6 +40,12 @@ def summed_over_ranks(numbers: Sequence[float], world: World) -> list[float]:
     return [float(number) for number in sums.tolist()]
 
 
+def most_over_ranks(number: int, world: World) -> int:
+    """The largest number of all ranks, which have to ask together."""
+    own = [float(number) if rank == world.rank else 0.0 for rank in range(world.size)]
+    return int(max(summed_over_ranks(own, world)))
+
+
 @contextmanager
 def naming_lost_ranks(output: Path, world: World) -> Iterator[None]:
     """Within this a rank that fails leaves its reason; one that loses another raises `TrainingError`, and names it."""

@@ -89,9 +89,6 @@ class DrawsAnswers(Protocol):
     def batches(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch]) -> list[Batch]:
         """What this rank learns from, at least one micro-batch, which is blank where nothing can be learned from."""
 
-    def blank(self) -> Batch:
-        """A micro-batch that nothing is learned from."""
-
     def save(self, folder: Path, step: int) -> None:
         """Keep in a checkpoint what this rank has drawn for the steps after the first ``step``."""
 

@@ -249,13 +249,9 @@ class Trainer:
         """The next step's micro-batches on this rank that there is something to learn from, at least one. What its loss
         is divided by is counted on all ranks."""
         step, parts = self.state.global_step, self.parts
-        rollouts = parts.stream.rollouts
-        if draws := rollouts is not None:
+        if draws := parts.stream.rollouts is not None:
             sharding.gather_all(self.model)  # ranks draw answers of different lengths
         read = next(steps)
-        if rollouts is not None and sharding.is_sharded(self.model):
-            numbers = self.accelerator.gather(torch.tensor([len(read)], device=self.args.device))
-            read += [rollouts.blank() for _ in range(len(read), int(numbers.max()))]
         counts_T3 = torch.tensor([counts_of(parts.losses, batch) for batch in read], device=self.args.device)
         # ranks have as many micro-batches each, except of answers that they draw themselves
         counts_T3 = self._sum_of_ranks(counts_T3.sum(0, keepdim=True) if draws else counts_T3)
@@ -265,8 +261,7 @@ class Trainer:
         self._step_losses.clear()
         learned = read if draws else learned_from(read, counts_T3[:, :2])
         parts.losses.begin_step(self.model, learned, self._sum_of_ranks)
-        if draws:
-            sharding.give_up_gathered(self.model)
+        sharding.give_up_gathered(self.model)
         self.balance.begin_step(self.model, learned, self._sum_of_ranks)
         return learned
 

@@ -15,20 +15,20 @@ from luthier.encoding.tokenizer import load_tokenizer
 from luthier.metrics.table import METRICS, Metric
 from luthier.records import Batch
 from luthier.training.fit import fit_data
-from luthier.training.rollouts.drawing import Rollouts
+from luthier.training.rollouts.answer_groups import AnswerLayout
 
 
 def main() -> None:
     torch.set_num_threads(1)
     METRICS._rows["evenness"] = Metric(of_row=evenness)
-    padded: list[Rollouts] = []
-    blank = Rollouts.blank
+    padded: list[AnswerLayout] = []
+    blank = AnswerLayout.blank
 
-    def counted(self: Rollouts) -> Batch:
+    def counted(self: AnswerLayout) -> Batch:
         padded.append(self)
         return blank(self)
 
-    Rollouts.blank = counted  # type: ignore[method-assign]
+    AnswerLayout.blank = counted  # type: ignore[method-assign]
     folder, jobs = Path(sys.argv[1]), json.loads(sys.argv[2])
     for name, changes in jobs.items():
         config = make_config(folder / name, **changes)

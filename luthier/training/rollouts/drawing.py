@@ -32,7 +32,7 @@ from luthier.records import Batch, DrawnInStep, Segment
 from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
 from luthier.sources.formats.turns import message_row
 from luthier.training.generate import Question, question_of, shown
-from luthier.training.ranks import summed_over_ranks
+from luthier.training.ranks import most_over_ranks, summed_over_ranks
 from luthier.training.report.result import DRAWING
 from luthier.training.rollouts.ahead import DrawingAhead, DrawingNotes, DrawnStep
 from luthier.training.rollouts.answer_groups import (
@@ -81,6 +81,7 @@ class Rollouts:
     kept: Kept = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)  # why, by the number of the question, in the last step
     delivery: Delivery | None = None  # where something else draws than the model in this process
+    in_parts: bool = False  # whether ranks share the weights of the model, so that they make as many passes
     _ahead: DrawingAhead | None = None
     _read_ahead: dict[int, list[tuple[Question, Segment]]] = field(default_factory=dict)
     _of_step: dict[int, dict[str, float]] = field(default_factory=dict)  # measures of how answers were drawn
@@ -102,6 +103,9 @@ class Rollouts:
             for (question, segment), ours in zip(asked, is_own, strict=True)
         ]
         first, *others = self._laid_out(groups, step)
+        if self.in_parts:
+            most = most_over_ranks(len(others), self.world)
+            others += [self.layout.blank() for _ in range(len(others), most)]
         return [replace(first, drawn=replace(facts, measures=self._of_step.pop(step, {}))), *others]
 
     def begin(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch], *, after: int) -> None:
@@ -125,11 +129,7 @@ class Rollouts:
         kept = [group for group in chosen if config.dead_groups is DeadGroups.KEEP or not group.is_dead]
         learned = list(micro_batches([group for group in kept if len(group.answers)], self.layout))
         found = [self._scored(rows, collated(rows, self.layout, age=step % self.updates), step) for rows in learned]
-        return found or [self.blank()]
-
-    def blank(self) -> Batch:
-        """See `DrawsAnswers`."""
-        return self.layout.blank()
+        return found or [self.layout.blank()]
 
     def _scored(self, rows: Sequence[Sequence[AnswerGroup]], batch: Batch, step: int) -> Batch:
         """With what is to be known of the answers under the weights that drew them."""
