@@ -357,7 +357,7 @@ def _answer(run: Run, questions: list[Question] | HeldOutTalks) -> None:
         measures = AnswerMeasures(metrics=metrics_of_answers(names), judge=judge)
         rollouts = run.trainer.parts.stream.rollouts
         if rollouts is not None:  # what tools and rewards say may differ between ranks, and with it what is drawn
-            gather_all(run.run_model.model)
+            gather_all(run_model.model)
         if isinstance(questions, HeldOutTalks):
             assert isinstance(rollouts, Rollouts), "they are what leads conversations"
             answers = questions.answer_all(step, rollouts, measures.metrics)
