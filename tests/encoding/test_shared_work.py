@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
@@ -58,14 +59,14 @@ def all_of(num_units):
 
 
 def test_units_are_taken_in_order_each_once(folder):
-    with join(folder) as one, join(folder) as two:
+    with closing(join(folder)) as one, closing(join(folder)) as two:
         mine, others = one.take(), two.take()
         assert [next(mine), next(others), next(others), next(mine)] == [0, 1, 2, 3]
         assert list(mine) == list(others) == list(one.take()) == []
 
 
 def test_results_are_what_was_published_and_none_before(folder):
-    with join(folder) as one, join(folder) as two:
+    with closing(join(folder)) as one, closing(join(folder)) as two:
         assert one.result(2) is None
         two.done(2, b"\0" * 70_000)
         assert one.result(2) == b"\0" * 70_000
@@ -74,13 +75,13 @@ def test_results_are_what_was_published_and_none_before(folder):
 
 
 def test_results_come_in_order_while_one_waits_and_works(folder):
-    with join(folder, 9) as one:
+    with closing(join(folder, 9)) as one:
         assert list(one.in_order(do(one))) == all_of(9)
         assert list(one.take()) == []
 
 
 def test_work_of_no_units_is_done(folder):
-    with join(folder, 0) as one:
+    with closing(join(folder, 0)) as one:
         assert list(one.take()) == list(one.in_order(lambda units: pytest.fail("there is nothing to do"))) == []
 
 
@@ -104,14 +105,14 @@ def test_units_of_the_dead_are_done_by_those_who_wait_for_them(folder):
 
 
 def test_control_units_of_the_living_are_left_to_them(folder):
-    with join(folder, 2) as one, join(folder, 2) as two:
+    with closing(join(folder, 2)) as one, closing(join(folder, 2)) as two:
         mine = one.take()
         assert next(mine) == 0 and list(two.take()) == [1] and list(mine) == []
         assert list(one.take()) == list(two.take()) == []
 
 
 def test_a_unit_whose_doer_finishes_late_is_waited_for(folder):
-    with join(folder, 2) as one, join(folder, 2) as two:
+    with closing(join(folder, 2)) as one, closing(join(folder, 2)) as two:
         slow = next(two.take())
         finish = threading.Timer(0.2, lambda: two.done(slow, b"late"))
         finish.start()
@@ -120,7 +121,7 @@ def test_a_unit_whose_doer_finishes_late_is_waited_for(folder):
 
 
 def test_what_a_process_held_when_it_left_is_for_others(folder):
-    with join(folder) as one:
+    with closing(join(folder)) as one:
         two = join(folder)
         assert next(one.take()) == 0 and next(two.take()) == 1
         two.close()
@@ -128,7 +129,7 @@ def test_what_a_process_held_when_it_left_is_for_others(folder):
 
 
 def test_the_wait_for_a_unit_has_a_bound_and_names_whom_it_waits_for(folder, monkeypatch):
-    with join(folder, 3) as one, join(folder, 3) as two:
+    with closing(join(folder, 3)) as one, closing(join(folder, 3)) as two:
         assert next(two.take()) == 0
         monkeypatch.setattr(sharing, "PATIENCE", 0.2)
         began = time.monotonic()
@@ -144,10 +145,10 @@ def test_the_wait_for_a_unit_has_a_bound_and_names_whom_it_waits_for(folder, mon
 
 
 def test_work_that_all_have_left_leaves_nothing_behind(folder):
-    with join(folder) as one:
+    with closing(join(folder)) as one:
         do_all(one)
     assert list(folder.parent.iterdir()) == []
-    with join(folder) as two:
+    with closing(join(folder)) as two:
         assert two.result(0) is None and next(two.take()) == 0
 
 
@@ -156,16 +157,16 @@ def test_results_of_work_in_which_all_died_are_not_believed(folder):
     one.done(next(one.take()), b"of old rows")
     die(one)
     die(two)
-    with join(folder) as three:
+    with closing(join(folder)) as three:
         assert three.result(0) is None
         assert do_all(three) == all_of(4)
     assert list(folder.parent.iterdir()) == []
 
 
 def test_a_process_that_comes_while_another_works_sees_what_was_done(folder):
-    with join(folder) as one:
+    with closing(join(folder)) as one:
         one.done(next(one.take()), payload(0))
-        with join(folder) as two:
+        with closing(join(folder)) as two:
             assert two.result(0) == payload(0)
             assert next(two.take()) == 1
         assert one.result(0) == payload(0)  # it left, but not as the last
@@ -174,7 +175,7 @@ def test_a_process_that_comes_while_another_works_sees_what_was_done(folder):
 @pytest.mark.parametrize("after", range(5))
 def test_work_whose_results_are_removed_by_another_machine_goes_on(folder, after):
     """As where each machine has locks of its own, so that each finds nobody else at work."""
-    with join(folder) as one:
+    with closing(join(folder)) as one:
         for number, unit in enumerate(one.take()):
             if number == after:
                 shutil.rmtree(folder)
@@ -186,7 +187,7 @@ def test_work_whose_results_are_removed_by_another_machine_goes_on(folder, after
 
 @pytest.mark.parametrize("damage", [lambda whole: whole[:-1], lambda whole: b"", lambda whole: whole[:40] + b"x"])
 def test_a_damaged_result_is_made_again(folder, damage):
-    with join(folder) as one, join(folder) as two:
+    with closing(join(folder)) as one, closing(join(folder)) as two:
         do_all(one)
         path = folder / "units" / "1"
         path.write_bytes(damage(path.read_bytes()))
@@ -196,7 +197,7 @@ def test_a_damaged_result_is_made_again(folder, damage):
 
 
 def test_a_result_that_cannot_be_read_back_is_told(folder):
-    with join(folder) as one, pytest.raises(StoreError, match="cannot be read back"):
+    with closing(join(folder)) as one, pytest.raises(StoreError, match="cannot be read back"):
         list(one.in_order(lambda units: next(units)))
 
 
@@ -234,7 +235,7 @@ def test_after_a_failure_at_any_operation_the_work_goes_on(tmp_path, code):
     for k in range(1000):
         disk = FailingDisk(k, OSError(code, os.strerror(code)))
         folder = tmp_path / str(k) / "work"
-        with join(folder) as other:
+        with closing(join(folder)) as other:
             assert next(other.take()) == 0
             work = again(lambda disk=disk, folder=folder: join(folder, disk=disk))
             again(lambda work=work: do(work)(work.take()))
@@ -266,7 +267,7 @@ def test_a_process_that_is_killed_at_any_operation_is_replaced(tmp_path, is_alon
         if other is not None:
             assert do_all(other) == all_of(4)
             other.close()
-        with join(folder) as later:
+        with closing(join(folder)) as later:
             assert later.result(0) is None
             assert do_all(later) == all_of(4)
         assert not folder.exists()

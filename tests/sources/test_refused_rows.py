@@ -61,7 +61,7 @@ def test_messages_that_mean_nothing_are_refused_with_the_path_into_the_row(
 
 
 def test_an_unknown_role_lists_the_known_ones() -> None:
-    with pytest.raises(RowError, match=r"'narrator' is none of .*assistant.*system.*tool.*user"):
+    with pytest.raises(RowError, match=r"'narrator' is not a role; known roles: .*assistant.*system.*tool.*user"):
         chat({"role": "narrator", "content": "Hi"})
 
 

@@ -117,7 +117,7 @@ def test_tags_rename_keys_and_roles_and_leave_the_others_alone() -> None:
     )
     assert isinstance(row, Conversation)
     assert row.messages == (said("user", "Hi"), said("assistant", "Hello"))
-    with pytest.raises(RowError, match=r"'human' is none of .*customer"):
+    with pytest.raises(RowError, match=r"'human' is not a role; known roles: .*customer"):
         convert(
             {"conversations": [{"from": "human", "value": "Hi"}]},
             format=Format.SHAREGPT,
