@@ -144,7 +144,9 @@ class SamplingBody(_Body, frozen=True):
     stop_token_ids: list[int] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # of accounting, which is not done here
+    user: str | None = None  # of accounting, which is not done here, as the two that follow
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     presence_penalty: Any = None
     frequency_penalty: Any = None
     logit_bias: Any = None
@@ -163,6 +165,7 @@ class ChatBody(SamplingBody, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: Any = None
     reasoning_effort: Any = None
+    verbosity: Any = None
     modalities: Any = None
     audio: Any = None
     functions: Any = None
@@ -234,7 +237,7 @@ class ScoreBody(_Body, frozen=True):
 NOT_DONE: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},), "reasoning_effort": (), "modalities": (["text"],), "audio": (),
-    "functions": ([],), "function_call": ("none",), "prediction": (), "web_search_options": (),
+    "functions": ([],), "function_call": ("none",), "prediction": (), "web_search_options": (), "verbosity": (),
     "service_tier": ("auto", "default"), "store": (False,), "metadata": ({},), "best_of": (1,), "suffix": ("",),
     "refusal": ("",), "annotations": ([],), "add_generation_prompt": (True,), "continue_final_message": (False,),
 }  # fmt: skip

@@ -38,7 +38,12 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 
 def test_the_openai_client_gets_an_answer_whole_and_the_same_in_pieces(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model="tiny", messages=ASK)  # type: ignore[arg-type]
+    whole = client.chat.completions.create(
+        model="tiny",
+        messages=ASK,  # type: ignore[arg-type]
+        safety_identifier="a user",
+        prompt_cache_key="a conversation",
+    )
     assert whole.choices[0].message.content == TEXT
     assert whole.choices[0].finish_reason == "stop"
     assert whole.usage is not None
@@ -93,6 +98,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"frequency_penalty": 1}, 400, "frequency_penalty"),
     ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
     ({"parallel_tool_calls": False}, 400, "parallel_tool_calls"),
+    ({"verbosity": "low"}, 400, "verbosity"),
     ({"nonsense": 1}, 400, "nonsense"),
     ({"n": 0}, 400, "n"),
     ({"n": 99}, 400, "n"),
