@@ -205,9 +205,7 @@ def of_ranks(model: Path, teacher: Path) -> dict[str, dict[str, Any]]:
     chosen = objectives(teacher)
     lora = {"objective": {"name": "rl", "loss": "grpo", "kl_weight": 0.1}, "adapter": LORA}
     jobs = {name: {**shared, **chosen[name]} for name in ("rl", "ppo", "online_dpo")} | {"lora": {**shared, **lora}}
-    # three prompts, one in a micro-batch: the first rank has two micro-batches, the second one
     in_parts = {"runtime__sharding": "fsdp", "eval__generate_rows": 2, "train__per_device_train_batch_size": 1}
-    in_parts |= {"rollout": {**ROLLOUT, "prompts_per_step": 3}, "data__max_length": 40}
     return jobs | {f"{name} in parts": {**jobs[name], **in_parts} for name in ("rl", "lora")}
 
 
@@ -242,15 +240,6 @@ def test_two_ranks_draw_and_learn_what_one_process_does(
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
     for step, other in zip(two.steps, one.steps, strict=True):
         assert step.measures == pytest.approx(other.measures, rel=1e-3, abs=1e-5)
-
-
-def test_ranks_that_share_a_model_make_as_many_passes(ranks: Path) -> None:
-    """A rank with fewer micro-batches of answers than the other goes along with ones that hold nothing."""
-    padded = {
-        name: [int((ranks / f"{name}.{rank}.padded").read_text()) for rank in range(2)]
-        for name in ("rl", "rl in parts")
-    }
-    assert padded == {"rl": [0, 0], "rl in parts": [0, 3]}
 
 
 def _by_step(folder: Path) -> list[list[dict[str, Any]]]:

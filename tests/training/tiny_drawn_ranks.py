@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -13,9 +12,7 @@ from tiny_runs import make_config, make_data, make_segments
 
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.metrics.table import METRICS, Metric
-from luthier.records import Batch
 from luthier.training.fit import fit_data
-from luthier.training.rollouts.answer_groups import AnswerLayout
 
 
 def main() -> None:
@@ -33,7 +30,6 @@ def main() -> None:
     for name, changes in jobs.items():
         config = make_config(folder / name, **changes)
         notes: list[str] = []
-        padded.clear()
         data = make_data(make_segments(12), make_segments(3) if config.eval.generate_rows else ())
         fit_data(
             config,
@@ -41,7 +37,6 @@ def main() -> None:
             data,
             on_event=lambda event, notes=notes: notes.append(getattr(event, "text", "")),  # type: ignore[misc]
         )
-        (folder / f"{name}.{os.environ['RANK']}.padded").write_text(str(len(padded)))
         if notes:  # the first rank has something to say
             (folder / f"{name}.notes").write_text("\n".join(notes))
 
