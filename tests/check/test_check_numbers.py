@@ -12,7 +12,7 @@ from rich.console import Console
 
 from luthier.check.plan.costs import RunPlan, longest_rows, plan_run
 from luthier.check.plan.stats import Distribution, distribution, stats
-from luthier.check.plan.terminal import plan_table, stats_table
+from luthier.check.plan.terminal import histogram, plan_table, stats_table
 from luthier.config.inputs import MixtureConfig
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
@@ -166,6 +166,13 @@ def test_a_histogram_counts_every_value_once_in_its_bin(values: list[int]) -> No
     assert sum(found.counts) == len(values)
     assert len(found.counts) <= 17
     assert all(value in values for value in found.percentiles.values())
+
+
+def test_bins_without_a_value_share_a_line() -> None:
+    said = StringIO()
+    Console(file=said, width=80).print(histogram(distribution(np.array([0, 1, 1, 15], dtype=np.int64))))
+    lines = [line.split() for line in said.getvalue().splitlines() if line.strip()]
+    assert [(line[0], line[-1]) for line in lines] == [("0", "1"), ("1", "2"), ("2", "0"), ("15", "1")]
 
 
 def test_percentiles_are_values_at_their_rank() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -69,9 +70,9 @@ def stats_table(found: Stats) -> Group:
         Padding(_source_table(found), (0, 0, 1, 2)),
         *_media_parts(found),
         Text("Lengths", style="bold"),
-        Padding(_histogram(found.total.lengths), (0, 0, 1, 2)),
+        Padding(histogram(found.total.lengths), (0, 0, 1, 2)),
         Text("Targets", style="bold"),
-        Padding(_histogram(found.total.targets_per_segment), (0, 0, 1, 2)),
+        Padding(histogram(found.total.targets_per_segment), (0, 0, 1, 2)),
         Text("What fits", style="bold"),
         Padding(_fitting(found), (0, 0, 1, 2)),
         Text("Longest rows", style="bold"),
@@ -258,15 +259,19 @@ def _source_row(name: str, source: SourceStats) -> list[RenderableType]:
     ]  # fmt: skip
 
 
-def _histogram(found: Distribution) -> Table:
+def histogram(found: Distribution) -> Table:
+    """A line for each bin; neighbouring bins without a value share a line."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     most = max(found.counts)
-    for low, high, count in zip(found.edges[:-1], found.edges[1:], found.counts, strict=True):
-        label = f"{low:,}" if high == low + 1 else f"{low:,} – {high - 1:,}"
-        table.add_row(label, Text(_bar(count / most), style="cyan"), f"{count:,}")
+    bins = zip(found.edges[:-1], found.edges[1:], found.counts, strict=True)
+    for is_empty, neighbours in groupby(bins, key=lambda one: one[2] == 0):
+        some = list(neighbours)
+        for low, high, count in [(some[0][0], some[-1][1], 0)] if is_empty else some:
+            label = f"{low:,}" if high == low + 1 else f"{low:,} – {high - 1:,}"
+            table.add_row(label, Text(_bar(count / most), style="cyan"), f"{count:,}")
     return table
 
 
