@@ -59,6 +59,7 @@ def test_steps_do_not_depend_on_how_answers_are_laid_out(
     own = 0.5 if name == "gkd" else 1.0
     changes = {"objective": objective(name, knows_half), "model": {"name_or_path": str(knows_few)}, **OWN}
     changes["rollout"] = rollout(own=own, keep=2 if name == "best_of_n" else 1)
+    changes["train__adam_epsilon"] = 1e-2  # else Adam takes whole steps along gradients that are rounding alone
     runs = {}
     for layout in ("alone", "packed", "shared"):
         runs[layout] = train(
