@@ -40,7 +40,7 @@ def records_missing_from(surface: str) -> set[str]:
     """Classes of the package that a signature or a field names, and that no program could import from it."""
     named = set(re.findall(r"(?<![.\w])[A-Z]\w+", surface)) & own_classes()
     # of the standard library, and called so in our YAML tree, too; and an alias that is called like a class elsewhere
-    elsewhere = {"Mapping", "Sequence", "Path", "Call"}
+    elsewhere = {"Collection", "Mapping", "Sequence", "Path", "Call"}
     return named - set(public_names()) - elsewhere
 
 
