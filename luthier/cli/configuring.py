@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import re
 import sys
 from dataclasses import asdict
 from enum import StrEnum
@@ -14,20 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 from rich.table import Table
-from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap
-from ruamel.yaml.representer import RoundTripRepresenter
-from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from luthier import __version__
 from luthier.cli.output import JsonTarget, reporting
 from luthier.cli.pipeline import ConfigFile, Overrides
 from luthier.cli.training import train_and_tell
-from luthier.config.adapters import own_values
-from luthier.config.peers.translation import Translation
-from luthier.config.schema import RunConfig
-from luthier.config.tree import ListNode, MappingNode, Node, plain
-from luthier.config.yaml_text import read_plain
 from luthier.terminal import stderr_terminal
 from luthier.writing import counted, printable, to_json, write_text
 
@@ -48,7 +37,7 @@ def show(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = Non
     [dim]Example[/]   luthier config show run.yaml train.learning_rate=1e-4 > resolved.yaml
     """
     with reporting(json) as output:
-        from luthier.cli.configuring import dump_config
+        from luthier.cli.dumping import dump_config
         from luthier.config.loading import load_draft
 
         draft = load_draft(config, overrides or ())
@@ -71,7 +60,7 @@ def import_(config: ConfigFile, overrides: Overrides = None) -> None:
     [dim]Example[/]   luthier config import llama3_lora_sft.yaml > run.yaml
     """
     with reporting(None):
-        from luthier.cli.configuring import dump_translation
+        from luthier.cli.dumping import dump_translation
         from luthier.config.loading import load_draft
         from luthier.errors import UserError
 
@@ -204,87 +193,3 @@ def quickstart(
         output.emit(report.to_json())
     if report.result.exit_code:
         raise typer.Exit(report.result.exit_code)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# A `RunConfig` -> YAML that `load_config` reads back to an equal one. Defaults are written out, so that a saved run
-# keeps its meaning when a default changes.
-
-
-_PLAIN = re.compile(r"[A-Za-z_/.~][A-Za-z0-9_./+-]*(:[A-Za-z0-9_./+-]+)?")
-# what YAML 1.1 readers take for a boolean: quoted, although ours does not
-_OLD_BOOLEANS = frozenset({"y", "n", "yes", "no", "on", "off"})
-_NEVER_FOLDED = 1 << 30  # characters of a line
-
-
-class _Explicit(RoundTripRepresenter):
-    """Writes ``null`` where ruamel writes nothing."""
-
-
-_Explicit.add_representer(type(None), lambda writer, _: writer.represent_scalar("tag:yaml.org,2002:null", "null"))
-
-
-def dump_config(config: RunConfig) -> str:
-    """The run description as YAML text.
-
-    Raises TypeError where a free-form value (``config_overrides``, ``kwargs`` …) is no plain YAML value.
-    """
-    values = config.model_dump(mode="python")
-    values["adapter"] = own_values(config.adapter, values["adapter"])
-    yaml = YAML()
-    yaml.Representer = _Explicit
-    yaml.width = _NEVER_FOLDED
-    yaml.indent(mapping=2, sequence=4, offset=2)
-    written = io.StringIO()
-    yaml.dump(_plain_value(values), written)
-    return written.getvalue()
-
-
-def dump_translation(translation: Translation, name: str) -> str:
-    """What the file ``name`` of another tool says, as a run description of ours that loads: of each line the comment
-    says where it comes from, and comments at the end name what was passed over."""
-    values = CommentedMap()
-    for section in RunConfig.model_fields:
-        if (node := translation.tree.entries.get(section)) is not None:
-            values[section] = _with_comments(node, section, translation)
-    yaml = YAML()
-    yaml.Representer = _Explicit
-    yaml.width = _NEVER_FOLDED
-    yaml.indent(mapping=2, sequence=4, offset=2)
-    written = io.StringIO()
-    yaml.dump(values, written)
-    head = [f"Read from {name}.", *translation.told]
-    tail = [f"{key} is passed over: {why}" for key, why in translation.passed.items()]
-    return "".join(f"# {line}\n" for line in head) + written.getvalue() + "".join(f"# {line}\n" for line in tail)
-
-
-def _with_comments(node: Node, key: str, translation: Translation) -> object:
-    if isinstance(node, ListNode):
-        return [_with_comments(item, f"{key}[{index}]", translation) for index, item in enumerate(node.items)]
-    if not isinstance(node, MappingNode):
-        return _plain_value(plain(node))
-    commented = CommentedMap()
-    for name, value in node.entries.items():
-        commented[name] = _with_comments(value, f"{key}.{name}", translation)
-        if (theirs := translation.origins.get(f"{key}.{name}")) is not None:
-            line = "" if value.where.line is None else f", line {value.where.line}"
-            commented.yaml_add_eol_comment(f"{theirs}{line}", name)
-    return commented
-
-
-def _plain_value(value: object) -> object:
-    """The value as YAML has it; a text that a reader could take for anything else is in quotes."""
-    match value:
-        case None | bool() | int() | float():
-            return value
-        case str():
-            is_plain = _PLAIN.fullmatch(value) and isinstance(read_plain(value), str)
-            return str(value) if is_plain and value.lower() not in _OLD_BOOLEANS else DoubleQuotedScalarString(value)
-        case dict():
-            return {_plain_value(str(key)): _plain_value(entry) for key, entry in value.items()}
-        case list() | tuple():
-            return [_plain_value(entry) for entry in value]
-        case _ if hasattr(value, "__fspath__"):
-            return _plain_value(str(value))
-        case _:
-            raise TypeError(f"{type(value).__name__} cannot be written to YAML: {value!r}")

@@ -162,7 +162,7 @@ def _by_llmcompressor(
         theirs = json.loads((made / "config.json").read_text(encoding="utf-8"))
         config["quantization_config"] = theirs["quantization_config"]
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    group = f", {form.group_size} weights to a scale" if form.kind == "w4a16" else ""
+    group = f", {counted(form.group_size, 'weight')} to a scale" if form.kind == "w4a16" else ""
     on = f", calibrated on {counted(len(ids), 'context')} of the run's rows" if ids else ""
     return f"llmcompressor{group}{on}"
 

@@ -154,7 +154,7 @@ def metrics_of_answers(names: Sequence[str]) -> dict[str, Metric]:
     for name, metric in chosen.items():
         if metric.of_losses is not None:
             hint = "leave it out: each evaluation tells it (eval.strategy), and so does luthier predict"
-            raise UserError(f"the metric {name} measures losses, not answers", hint=hint)
+            raise UserError(f"the metric {name!r} measures losses, not answers", hint=hint)
         if metric.of_message is not None:
             hint = "leave it out here: luthier predict measures it"
             raise UserError(f"the metric {name} needs answers that can be parsed into messages", hint=hint)

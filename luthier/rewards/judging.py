@@ -178,7 +178,7 @@ class RewardJudge:
         of_row = found[metric].of_row
         if of_row is None:
             raise UserError(
-                f"rollout.rewards: the metric {metric} measures all answers together, not each one",
+                f"rollout.rewards: the metric {metric!r} measures all answers together, not each one",
                 hint="take rougeL, exact, contains or regex:PATTERN",
                 key="rollout.rewards",
             )

@@ -244,7 +244,7 @@ def _first_rows(origin: Origin, config: SourceConfig) -> list[dict[str, object]]
     if not rows and not errors:
         raise SourceError(f"{config.path}: there is no row in it")
     if not rows:
-        first = f"none of its first {len(errors)} rows can be read; the first: "
+        first = f"none of its first {counted(len(errors), 'row')} can be read; the first: "
         raise SourceError(f"{config.path}: {first if len(errors) > 1 else 'its only row cannot be read: '}{errors[0]}")
     return rows
 

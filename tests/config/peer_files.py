@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from luthier.cli.configuring import dump_translation
+from luthier.cli.dumping import dump_translation
 from luthier.config.loading import load_config_text, load_draft
 from luthier.config.tree import parse_path
 from luthier.errors import ConfigError

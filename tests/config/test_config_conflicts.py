@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from luthier.cli.configuring import dump_config
+from luthier.cli.dumping import dump_config
 from luthier.config.adapters import DECIDED_BEFORE, KEYS_OF_TYPE, keys_in_force
 from luthier.config.choices import AdapterType
 from luthier.config.draft import read_draft

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from luthier.cli.configuring import dump_config
+from luthier.cli.dumping import dump_config
 from luthier.config.loading import load_config_text
 from luthier.config.schema import DataConfig, ModelConfig, RunConfig
 from luthier.config.words import config_reference, config_schema

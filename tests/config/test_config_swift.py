@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from peer_files import keys_refused, value_of
 
-from luthier.cli.configuring import dump_translation
+from luthier.cli.dumping import dump_translation
 from luthier.config.loading import load_config_text, load_draft
 from luthier.config.peers.swift import SWIFT
 from luthier.config.tree import MappingNode, parse_path

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from peer_files import value_of
 
-from luthier.cli.configuring import dump_translation
+from luthier.cli.dumping import dump_translation
 from luthier.config.loading import load_config_text, load_draft
 from luthier.config.peers.trl import TRL
 from luthier.config.tree import parse_path
@@ -242,7 +242,7 @@ def test_their_defaults_are_written_out(fields: dict[str, dict[str, object]]) ->
     ("packing: false\nuse_peft: true\nload_in_8bit: true\n", "model.quantization.type", "int8"),
     ("packing: false\nuse_peft: true\nload_in_4bit: true\n", "model.quantization.double_quantization", False),
     ("packing: false\nmodel_init_kwargs: {dtype: bfloat16, use_cache: false}\n", "model.dtype", "bfloat16"),
-    ("packing: false\nmodel_init_kwargs: '{\"torch_dtype\": \"float16\"}'\n", "model.dtype", "float16"),
+    ("packing: false\nuse_peft: true\nmodel_init_kwargs: '{\"torch_dtype\": \"float16\"}'\n", "model.dtype", "float16"),
     ("packing: false\nattn_implementation: kernels-community/flash-attn2\n", "model.attn_implementation", "auto"),
     ("packing: false\nbf16: false\n", "train.precision", "fp32"),
     ("packing: false\nwarmup_ratio: 0.1\n", "train.warmup_steps", 0.1),
