@@ -87,7 +87,7 @@ def test_what_is_trained_in_any_way_learns_from_its_own_answers(
         model={"name_or_path": str(knows_few), "quantization": changes.pop("quantization", None)},
         rollout={**ROLLOUT, "answers": 16, "max_new_tokens": 2},
         data__max_length=64,
-        train__max_steps=8,
+        train__max_steps=20,
         train__learning_rate=2e-2,
         **objectives(knows_half)[objective],
         **changes,

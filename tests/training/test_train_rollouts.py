@@ -405,7 +405,6 @@ WRONG = {
     "train.gradient_accumulation_steps=2": "train.gradient_accumulation_steps",
     "train.tokens_per_step=100": "train.tokens_per_step",
     "train.optim=lomo": "train.optim",
-    "runtime.sharding=fsdp": "runtime.sharding",
     "objective=sft": "rollout",
     "objective={name: rl, reference: model}": "objective.reference.source",
     "objective={name: rl, kl_weight: 0.1, reference: precomputed}": "objective.reference.source",

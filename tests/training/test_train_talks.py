@@ -379,7 +379,7 @@ def test_what_is_said_in_a_later_turn_is_learned(tmp_path: Path, code: Path) -> 
             "eval": {"strategy": "no", "generate_rows": 3, "max_new_tokens": 8},
             "objective": {"name": "rl", "loss": "dapo"},
             "rollout": {**drawn, "environment": f"{code}:Even", "rewards": ["environment"]},
-            "train": {**run["train"], "max_steps": 20, "learning_rate": 1e-3},
+            "train": {**run["train"], "max_steps": 40, "learning_rate": 1e-3},
             "output": {"dir": str(tmp_path / "run"), "save_strategy": "no"},
         }
     )
