@@ -92,7 +92,13 @@ def test_a_teacher_is_followed_without_a_reward(
     name: str, beta: float | None, knows_few: Path, knows_half: Path, train: Train
 ) -> None:
     more = {} if beta is None else {"gkd_beta": beta, "gkd_top_k": 8 if beta == 0 else 0}
-    changes = {**OWN, **LEARNS, "train__max_steps": 40, "model": {"name_or_path": str(knows_few)}, "rollout": rollout(rewards=[])}
+    changes = {
+        **OWN,
+        **LEARNS,
+        "train__max_steps": 40,
+        "model": {"name_or_path": str(knows_few)},
+        "rollout": rollout(rewards=[]),
+    }
     run = train(make_data(make_segments(12)), objective=objective(name, knows_half, **more), **changes)
     odd = [
         np.mean([(i % 2) for one in step for i in one["ids"] if i != 2034]) for step in rollouts(Path(run.output_dir))
