@@ -50,7 +50,12 @@ def _a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Families whose answers are not learned from, with a word of the reason.
-UNDRAWN = {"nemotron_parse": "encoder", "hunyuan_vl": "positions", "janus": "generate function", "minimax_m3_vl": "batch"}
+UNDRAWN = {
+    "nemotron_parse": "encoder",
+    "hunyuan_vl": "positions",
+    "janus": "generate function",
+    "minimax_m3_vl": "batch",
+}
 
 
 MARKS = {
