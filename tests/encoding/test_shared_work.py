@@ -13,7 +13,6 @@ from luthier.errors import StoreError
 from luthier.preparation import sharing
 from luthier.preparation.sharing import SharedWork
 from luthier.store.disk import Disk
-from tests.conftest import HANG_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +134,7 @@ def test_the_wait_for_a_unit_has_a_bound_and_names_whom_it_waits_for(folder, mon
         began = time.monotonic()
         with pytest.raises(StoreError) as caught:
             list(one.in_order(do(one)))
-        assert 0.2 <= time.monotonic() - began < HANG_SECONDS
+        assert 0.2 <= time.monotonic() - began < 20
         assert f"process {os.getpid()} on " in caught.value.message and "part 1 of 3" in caught.value.message
         two.done(0, payload(0))
         assert list(one.in_order(do(one))) == all_of(3)  # control: within the bound

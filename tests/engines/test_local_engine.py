@@ -323,7 +323,7 @@ def test_a_session_that_is_closed_ends_within_a_step(model: Any) -> None:
         session.submit(request, followed)
     begun = time.monotonic()
     session.close()
-    assert time.monotonic() - begun < HANG_SECONDS / 10 and not followed.done.is_set()
+    assert time.monotonic() - begun < 5 and not followed.done.is_set()
 
 
 def test_a_step_that_fails_and_a_listener_that_fails_end_their_own_requests_only(

@@ -27,7 +27,7 @@ from tests.faults.killing import Findings, Kills, group_is_gone, has_done, tell_
 
 KILLS_IN_A_ROW = 10
 SHARE_AT_ONCE = 0.2
-SECONDS_TO_END = 60.0  # of a child whose parent is gone, on a busy machine
+SECONDS_TO_END = 5.0  # of a child whose parent is gone, on a busy machine
 STRIDE = 0.08  # of a stream between two kills, at most
 SECONDS_MORE = 0.005  # to be in the middle of something: a few steps
 Line = tuple[str, list[str]]  # digest of all bytes of a micro-batch, addresses of its rows

@@ -48,8 +48,8 @@ FAULTS = {
 
 
 def all_have_ended(pids: list[int]) -> bool:
-    """Whether none of these processes runs any more, soon."""
-    deadline = time.monotonic() + HANG_SECONDS / 10
+    """Whether none of these processes runs any more, within five seconds."""
+    deadline = time.monotonic() + 5
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not any(map(is_running, pids))
@@ -61,7 +61,7 @@ def store(tmp_path: Path) -> SampleStore:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_a_worker_is_told_at_once_with_its_rows(
+def test_a_fault_in_a_worker_is_told_within_five_seconds_with_its_rows(
     store: SampleStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     act, told = FAULTS[fault]
@@ -73,7 +73,7 @@ def test_a_fault_in_a_worker_is_told_at_once_with_its_rows(
         for _ in batches:
             num_given += 1
             last = time.monotonic()
-    assert time.monotonic() - last < HANG_SECONDS / 10
+    assert time.monotonic() - last < 5
     assert num_given <= 10  # samples 0 to 39
     assert "rows.jsonl:41, rows.jsonl:42, rows.jsonl:43, rows.jsonl:44" in str(caught.value)
     assert [address.row for address in caught.value.rows[:4]] == [41, 42, 43, 44]
@@ -90,7 +90,7 @@ def test_a_worker_that_is_killed_from_outside_is_told(store: SampleStore, name: 
     begun = time.monotonic()
     with pytest.raises(LoaderError, match=str(victim)):
         list(batches)
-    assert time.monotonic() - begun < HANG_SECONDS / 10
+    assert time.monotonic() - begun < 5
     assert not children()
 
 

@@ -13,7 +13,6 @@ from luthier.errors import StoreError, UserError
 from luthier.loader import feed
 from luthier.loader.feed import FeedReader
 from luthier.loader.feed_files import ALIVE, FACTS, FeedFacts
-from tests.conftest import HANG_SECONDS
 
 FOUND = FeedFacts(
     num_rows=[3], names=["a"], weights=[1.0], eval_names=[], eval_weights=[], num_eval_portions=0, num_tried=0,
@@ -32,7 +31,7 @@ def test_a_folder_that_another_machine_does_not_see_is_named_within_a_bound(tmp_
     with pytest.raises(UserError, match="is not there") as caught:
         FeedReader(tmp_path / "feeds" / "abc").facts()
     assert str(tmp_path / "feeds" / "abc") in caught.value.message and "data.store" in str(caught.value.hint)
-    assert 0.5 <= time.monotonic() - began < HANG_SECONDS / 10
+    assert 0.5 <= time.monotonic() - began < 20
 
 
 def test_a_feed_that_gives_no_more_signs_is_given_up(tmp_path: Path) -> None:
@@ -64,4 +63,4 @@ def test_a_store_that_is_deleted_under_a_running_feed_is_named_at_once(tmp_path:
     with pytest.raises(StoreError, match="the store is gone") as caught:
         FeedReader(folder, alive=lambda: True).facts()
     assert str(folder) in caught.value.message and caught.value.hint
-    assert time.monotonic() - began < HANG_SECONDS / 10
+    assert time.monotonic() - began < 20

@@ -12,7 +12,6 @@ import pytest
 from luthier.config.rollout import RewardConfig, RolloutConfig
 from luthier.errors import UserError
 from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge, check_columns
-from tests.conftest import HANG_SECONDS
 
 HOSTILE = """
 import os, sys, threading, time
@@ -243,11 +242,7 @@ def test_a_keyword_that_nobody_offers_is_told(groups: Path) -> None:
 def test_what_a_function_starts_or_says_without_measure_costs_one_reward(name: str, groups: Path) -> None:
     begun = time.monotonic()
     found = judged([RewardConfig(function=f"{groups}:{name}", timeout=0.5)], [answer("a")])
-    assert (
-        np.isnan(found.total_N).all()
-        and sum(found.missing.values()) == 1
-        and time.monotonic() - begun < HANG_SECONDS / 10
-    )
+    assert np.isnan(found.total_N).all() and sum(found.missing.values()) == 1 and time.monotonic() - begun < 30
 
 
 # --------------------------------------------------------------------------------------------------- columns, lengths
