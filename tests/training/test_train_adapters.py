@@ -123,7 +123,7 @@ def test_every_variant_learns_and_gives_the_same_logits_when_loaded_and_when_mer
 
     def look(run: Any) -> None:
         with torch.no_grad():
-            logits.append(run.run_model.model.eval()(IDS).logits)
+            logits.append(run.setup.run_model.model.eval()(IDS).logits)
         real(run)
 
     monkeypatch.setattr(fit_module, "_save", look)
