@@ -11,12 +11,9 @@ from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 
-from luthier.config.optimizers import optimizer_table
-from luthier.config.words import config_reference
+from doc_tables import config_reference, family_table, loss_table, optimizer_table, templates_table
+
 from luthier.encoding.tokenizer import load_tokenizer
-from luthier.media.families.table import family_table
-from luthier.objectives.settings import loss_table
-from luthier.presets.named_templates import templates_table
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -192,26 +192,3 @@ _ROWS = (
 )  # fmt: skip
 
 OPTIMIZERS: dict[str, OptimizerRow] = {row.name: row for row in _ROWS}
-
-
-def optimizer_table() -> str:
-    """Markdown for docs/optimizers.md: every optimizer with what it is, its settings, and what it needs."""
-    lines = ["| `train.optim` | what it is | `train.optim_args` | needs | paper |", "|---|---|---|---|---|"]
-    for row in _ROWS:
-        settings = ", ".join(f"`{name}: {_shown(default)}`" for name, default in row.settings.items())
-        packages = ", ".join(package for _, package in row.needs)
-        paper = f"[{row.paper}](https://arxiv.org/abs/{row.paper})" if row.paper else ""
-        lines.append(f"| `{row.name}` | {row.says} | {settings} | {packages} | {paper} |")
-    return "\n".join(lines) + "\n"
-
-
-def _shown(default: Default) -> str:
-    match default:
-        case tuple():
-            return " or ".join(default)
-        case type():
-            return "unset"
-        case bool():
-            return str(default).lower()
-        case _:
-            return f"{default:g}" if isinstance(default, float) else str(default)

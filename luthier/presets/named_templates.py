@@ -476,23 +476,3 @@ def require_tokens(name: str, *, control: Collection[str], special_tokens: Mappi
             f"and the tokenizer of {origin} names none",
             hint="set eos_token in tokenizer_config.json to a token of the vocabulary",
         )
-
-
-def templates_table() -> str:
-    """The table of ``docs/templates.md``: a row of Markdown for each template, in the order of their names."""
-    lines = [
-        "| name | for | ends an answer | begin of sequence | system message | tools | thinking |",
-        "|---" * 7 + "|",
-    ]
-    for facts in sorted(TEMPLATES, key=lambda template: template.name):
-        cells = (
-            ", ".join(f"`{name}`" for name in (facts.name, *facts.aliases)),
-            facts.models,
-            ", ".join(stop if stop == EOS else f"`{stop}`" for stop in facts.stops),
-            facts.bos.value,
-            facts.system.value + (", has a default" if facts.default_system else ""),
-            "yes" if facts.tools else "",
-            "yes" if facts.thinking else "",
-        )
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"

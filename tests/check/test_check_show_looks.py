@@ -12,7 +12,6 @@ from rich.console import Console
 
 from luthier.check.show.html import page_html, tokens_html
 from luthier.check.show.terminal import RowText, TokenTable
-from luthier.check.show.text import plain_text
 from luthier.check.show.token_origins import PROMPT, STOP, SegmentOrigin, TokenOrigin
 from luthier.check.show.view import RowView, show_pack
 from luthier.records import Address, Pack, Segment
@@ -130,8 +129,9 @@ def test_a_finding_is_told_in_the_terminal() -> None:
     assert "! " not in terminal(RowText(row=view_of(("q", "a"))))
 
 
-def test_plain_text_has_all_text_and_marks_what_is_learned() -> None:
-    text = plain_text(view_of(("q\n", "ab"), ("r", "c")))
+def test_a_terminal_without_colour_has_all_text_and_marks_what_is_learned() -> None:
+    shown = terminal(RowText(row=view_of(("q\n", "ab"), ("r", "c"))))
+    text = "\n".join(line.strip() for line in shown.splitlines())
     assert "q↵\n<|begin|>⟦ab<|end|>⟧" in text and "r<|begin|>⟦c<|end|>⟧" in text
     assert text.startswith("pack 1 · 10 tokens · 5 targets (50.0 %) · 2 segments")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from luthier.check.show.text import visible
-from luthier.check.show.token_text import REPLACEMENT, spans, token_texts
+from luthier.check.show.token_text import REPLACEMENT, spans, token_texts, visible
 
 
 class ByteVocabulary:

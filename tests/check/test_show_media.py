@@ -19,7 +19,6 @@ from verify_cases import AT, chat, message
 from luthier.check.show.html import page_html, tokens_html
 from luthier.check.show.previews import LONGEST_SIDE, WAVE_HEIGHT, WAVE_WIDTH, outline, preview, previews
 from luthier.check.show.terminal import RowText, TokenTable
-from luthier.check.show.text import plain_text
 from luthier.check.show.token_origins import SegmentOrigin, TokenOrigin, name_owners, speakers_of
 from luthier.check.show.token_text import item_words, placed_media
 from luthier.check.show.view import RowView, show_batch, show_pack, show_sample
@@ -90,9 +89,10 @@ def data_of(page: str) -> dict[str, list[object]]:
 def test_an_item_is_one_thing_in_the_text_of_a_row(vl_encoder: Encoder, media_folder: Path) -> None:
     view = view_of(two_pictures(media_folder), vl_encoder)
     counts = [item.length for item in view.media]
-    text = plain_text(view)
-    assert f"Is <|vision_start|>⟨image 90×40 · {counts[0]} tokens⟩<|vision_end|> or" in text
-    assert f"<|vision_start|>⟨image 40×90 · {counts[1]} tokens⟩<|vision_end|> it?" in text
+    shown = printed(RowText(row=view), colour=False)
+    text = "\n".join(line.strip() for line in shown.splitlines())
+    assert f"Is <|vision_start|>\n⟨image 90×40 · {counts[0]} tokens⟩\n<|vision_end|> or" in text
+    assert f"<|vision_start|>\n⟨image 40×90 · {counts[1]} tokens⟩\n<|vision_end|> it?" in text
     assert not any(slot in text for slot in SLOTS)
     assert "2 media items" in text.splitlines()[0]
 

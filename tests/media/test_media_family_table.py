@@ -15,10 +15,9 @@ from luthier.media.families.table import (
     MODEL_TYPES,
     PROCESSORS,
     family_of,
-    family_table,
     refusal,
-    refusal_list,
 )
+from scripts.doc_tables import family_table, refusal_list
 from tests.media.tiny_processors import BUILDERS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from luthier.config.objective import LOSSES
-from luthier.objectives.settings import loss_table
+from scripts.doc_tables import loss_table
 
 _NUMBER = re.compile(r"`(\w+): ([0-9.e-]+)`")
 

@@ -23,13 +23,13 @@ from luthier.presets.named_templates import (
     stop_tokens,
     template_facts,
     template_names,
-    templates_table,
 )
 from luthier.records import ControlPiece, Conversation, Message, Part, Piece, Rendered, Text, Thinking, ToolCall
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate
+from scripts.doc_tables import templates_table
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from luthier.config.loading import load_config_text
 from luthier.config.machine import is_installed
-from luthier.config.optimizers import OPTIMIZERS, optimizer_table
+from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import AdapterConfig, AdapterType, ModelPart, TrainConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import CheckpointError, ConfigError, ModelError
@@ -29,6 +29,7 @@ from luthier.training.folder.state import optimizer_state, put_optimizer_state, 
 from luthier.training.optimizer import make_optimizer, training_arguments
 from luthier.training.report.result import RunResult
 from luthier.training.updates import BackwardUpdates, OffloadedOptimizer
+from scripts.doc_tables import optimizer_table
 
 ELSEWHERE = {"adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision"}
 ON_GPU_ALONE = {"galore_adamw_8bit", "galore_adamw_8bit_layerwise"}

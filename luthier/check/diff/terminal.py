@@ -14,7 +14,7 @@ from rich.text import Text
 from luthier.check.diff.row_changes import CHARACTERS_PER_TOKEN, Change, Excerpt, ExcerptToken, repeats
 from luthier.check.diff.runs import RowChange, RunDiff
 from luthier.check.show.html import render, spaces_visible
-from luthier.check.show.text import CLOSE, OPEN, lines_visible, visible
+from luthier.check.show.token_text import CLOSE, OPEN, lines_visible, visible
 from luthier.writing import counted
 
 TARGET, CHANGED = "bold green", "bold reverse yellow"

@@ -21,10 +21,9 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from luthier.check.show.previews import WAVE_HEIGHT, WAVE_WIDTH, Preview
-from luthier.check.show.text import lines_visible, shown_spans
 from luthier.check.show.token_origins import MEDIA, PROMPT, STOP, TEMPLATE, TOOLS, TokenOrigin
-from luthier.check.show.token_text import item_words
-from luthier.check.show.view import RowView, SegmentView, TokenView
+from luthier.check.show.token_text import item_words, lines_visible
+from luthier.check.show.view import RowView, SegmentView, TokenView, shown_spans
 from luthier.records import MediaItem
 from luthier.writing import counted, printable
 

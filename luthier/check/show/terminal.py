@@ -15,19 +15,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from luthier.check.show.text import (
-    CLOSE,
-    OPEN,
-    headline,
-    lines_visible,
-    segment_line,
-    shown_spans,
-    span_text,
-    visible,
-)
 from luthier.check.show.token_origins import MEDIA, TEMPLATE
-from luthier.check.show.token_text import CLOSE_ITEM, OPEN_ITEM
-from luthier.check.show.view import RowView, SegmentView, TokenView
+from luthier.check.show.token_text import CLOSE, CLOSE_ITEM, OPEN, OPEN_ITEM, lines_visible, visible
+from luthier.check.show.view import RowView, SegmentView, TokenView, shown_spans, span_text
 from luthier.records import MediaItem
 from luthier.rendering.messages import kind_of_media
 from luthier.writing import counted
@@ -67,8 +57,7 @@ class RowText:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         has_colour = console.color_system is not None and not console.no_color
         row = self.row
-        name, _, facts = headline(row).removeprefix(row.title).partition(" · ")
-        yield Text.assemble((row.title + name, "bold"), (f" · {facts}", "dim"))
+        yield Text.assemble((row.title, "bold"), (f" · {_facts(row)}", "dim"))
         yield Padding(_legend(row, has_colour=has_colour), (0, 0, 1, 2))
         shown = row.tokens if self.max_tokens is None else row.tokens[: _num_shown(row, self.max_tokens)]
         for number, segment in enumerate(row.segments):
@@ -76,7 +65,7 @@ class RowText:
             if not tokens:
                 continue
             if len(row.segments) > 1:
-                yield Padding(Text(segment_line(row, number), style="dim"), (0, 0, 0, 2))
+                yield Padding(Text(_segment_line(row, number), style="dim"), (0, 0, 0, 2))
             for note in _notes(segment):
                 yield Padding(note, (0, 0, 0, 2))
             yield Padding(_segment_text(tokens, row.media, has_colour=has_colour), (0, 0, 1, 2))
@@ -94,9 +83,34 @@ class TokenTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for number, segment in enumerate(self.row.segments):
             tokens = self.row.of_segment(number)
-            yield Text(segment_line(self.row, number), style="bold")
+            yield Text(_segment_line(self.row, number), style="bold")
             yield from _notes(segment)
             yield _segment_table(tokens, self.row.media, is_wide=options.max_width >= WIDE)
+
+
+def _facts(row: RowView) -> str:
+    """``120 tokens · 31 targets (25.8 %) · 2 segments``."""
+    count = len(row.tokens)
+    parts = [
+        counted(count, "token"),
+        f"{counted(row.num_targets, 'target')} ({100 * row.num_targets / count:.1f} %)",
+    ]
+    if len(row.segments) > 1:
+        parts.append(counted(len(row.segments), "segment"))
+    if row.media:
+        parts.append(counted(len(row.media), "media item"))
+    if row.num_padding:
+        parts.append(f"{row.num_padding:,} padding")
+    return " · ".join(parts)
+
+
+def _segment_line(row: RowView, number: int) -> str:
+    """``segment 0 · rows.jsonl:7 · 60 tokens · 12 targets``."""
+    segment = row.segments[number]
+    return (
+        f"segment {number} · {segment.address} · {counted(segment.num_tokens, 'token')} · "
+        f"{counted(segment.num_targets, 'target')}"
+    )
 
 
 def _notes(segment: SegmentView) -> Iterator[Text]:

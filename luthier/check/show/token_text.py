@@ -1,7 +1,10 @@
-"""Tokens and media items as a person reads them: characters whole, though a tokenizer may split one over several."""
+"""Tokens and media items as a person reads them: characters whole, though a tokenizer may split one over several, white
+space and control characters made visible. For terminals and pages alike; what is here needs no colour.
+"""
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,6 +18,8 @@ from luthier.writing import counted
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders give for bytes that are no character yet
 MAX_TOKENS_PER_CHARACTER = 8  # a character is 4 bytes at most; joined emoji decode one by one
+OPEN, CLOSE = "⟦", "⟧"  # around what is learned, where there is no colour
+_SHOWN = {"\n": "↵", "\t": "⇥", "\r": "␍", "\x1b": "␛"}
 
 
 class TokenDecoder(Protocol):
@@ -56,6 +61,19 @@ def spans(texts: Sequence[TokenText]) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
+def visible(text: str) -> str:
+    """Text in which what moves or hides the cursor is a sign: ``"a\\n" -> "a↵"``. Spaces stay spaces.
+
+    Format characters such as bidirectional overrides are spelled out; the joiner of emoji is left in place.
+    """
+    return "".join(_SHOWN.get(character) or _sign(character) for character in text)
+
+
+def lines_visible(text: str) -> str:
+    """As `visible`, but a line feed is shown and made."""
+    return "↵\n".join(visible(line) for line in text.split("\n"))
+
+
 def _next_group(ids: Sequence[int], before: list[int], vocabulary: TokenDecoder) -> tuple[list[int], str]:
     for size in range(1, len(ids) + 1):
         text = _continuation(before, list(ids[:size]), vocabulary)
@@ -69,6 +87,13 @@ def _continuation(before: list[int], ids: list[int], vocabulary: TokenDecoder) -
     prefix = vocabulary.decode(before) if before else ""
     whole = vocabulary.decode([*before, *ids])
     return whole[len(prefix) :] if whole.startswith(prefix) else vocabulary.decode(ids)
+
+
+def _sign(character: str) -> str:
+    category = unicodedata.category(character)
+    if category == "Cc" or (category == "Cf" and character != "\N{ZERO WIDTH JOINER}"):
+        return f"‹U+{ord(character):04X}›"
+    return character
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -8,11 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import numpy as np
 
 from luthier.check.show.token_origins import SegmentOrigin, TokenOrigin
-from luthier.check.show.token_text import TokenDecoder, numbers_along, placed_media, token_texts
+from luthier.check.show.token_text import (
+    CLOSE_ITEM,
+    OPEN_ITEM,
+    TokenDecoder,
+    TokenText,
+    item_words,
+    numbers_along,
+    placed_media,
+    spans,
+    token_texts,
+)
 from luthier.collation import paths_of_row
 from luthier.layout.trees import leaves
 from luthier.records import IGNORE_INDEX, Batch, MediaItem, Pack, Sample, Segment
@@ -404,6 +415,23 @@ def _positions(batch: Batch, row: int) -> tuple[list[int], list[list[int]]]:
     if "attention_mask" in batch.model_inputs:
         return list(range(found.shape[-1])), axes
     return axes[0], axes[1:]
+
+
+def shown_spans(tokens: Sequence[TokenView]) -> Iterator[Sequence[TokenView]]:
+    """The tokens of each shown text: one, those that a character is split over, or all that a media item stands on."""
+    for item, group in groupby(tokens, key=lambda token: token.media):
+        neighbours = list(group)
+        if item is not None:
+            yield neighbours
+            continue
+        for span in spans([TokenText(text=token.text, tokens=token.num_tokens) for token in neighbours]):
+            yield neighbours[span.start : span.stop]
+
+
+def span_text(span: Sequence[TokenView], media: Sequence[MediaItem]) -> str:
+    """The text of a span of `shown_spans`; of a media item its words, ``⟨image 300×168 · 50 tokens⟩``."""
+    number = span[0].media
+    return span[0].text if number is None else f"{OPEN_ITEM}{item_words(media[number])}{CLOSE_ITEM}"
 
 
 def _media_left(pack: Pack, lost: dict[int, str]) -> tuple[MediaItem, ...]:

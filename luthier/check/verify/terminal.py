@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from luthier.check.plan.terminal import ledger_line
-from luthier.check.show.text import visible
+from luthier.check.show.token_text import visible
 from luthier.check.show.view import RowView, TokenView
 from luthier.check.verify.findings import (
     MEANING,

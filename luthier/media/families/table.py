@@ -8,11 +8,9 @@ from luthier.errors import ModelError, PluginError
 from luthier.media.families import rows_grid, rows_omni, rows_tiles, rules
 from luthier.media.families.family import (
     CAT,
-    Attention,
     Batching,
     Family,
     Measured,
-    MediaKind,
     Modules,
     PackingSupport,
     Processor,
@@ -90,13 +88,6 @@ def decoder_of(processor_class: str | None) -> Family | None:
     return next((row for row in FAMILIES.values() if row.decoder_names and processor_class in row.processors), None)
 
 
-def family_named(name: str) -> Family:
-    """The row of this name; raises `ModelError` if there is none."""
-    if name not in FAMILIES:
-        raise ModelError(f"no family is called {name!r}", hint=f"there are {', '.join(FAMILIES)}")
-    return FAMILIES[name]
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Multimodal models of transformers that no row describes, and why: by their processor's class, or by their type.
 #
@@ -164,15 +155,6 @@ def refusal(processor_class: str, model_type: str) -> str | None:
     return MODEL_TYPES.get(model_type) or PROCESSORS.get(processor_class)
 
 
-def refusal_list() -> str:
-    """A Markdown list of all of them, reason by reason."""
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in [*PROCESSORS.items(), *MODEL_TYPES.items()]:
-        by_reason.setdefault(reason, []).append(name)
-    lines = [f"- {', '.join(f'`{name}`' for name in sorted(names))}: {reason}." for reason, names in by_reason.items()]
-    return "\n".join(lines) + "\n"
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Processors without a row in the table: counted by doing, and batched only where that is plain.
 
@@ -235,55 +217,3 @@ def measure_blank(settings: Settings, headers: Sequence[ImageHeader]) -> Measure
 def read_string(settings: Settings, measured: Measured, index: int) -> str:
     """The string of one of these pictures."""
     return str(measured["strings"][index])
-
-
-# --------------------------------------------------------------------------------------- the table in the documentation
-
-
-def family_table() -> str:
-    """A Markdown table: every family in alphabetical order, with what its row says in words."""
-    lines = ["| family | model types | takes | positions | attention | rows | processors |", "|---" * 7 + "|"]
-    for family in sorted(FAMILIES.values(), key=lambda row: row.name):
-        cells = (
-            f"`{family.name}`",
-            _code(family.model_types),
-            ", ".join(f"{kind.value}s" for kind in MediaKind if family.rule(kind) is not None),
-            f"`{family.positions}`" if family.positions else "1-D",
-            _attention(family.attention),
-            _rows(family),
-            _code(family.processors),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _code(names: tuple[str, ...]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
-def _attention(attention: Attention) -> str:
-    match attention:
-        case Attention.CAUSAL:
-            return "causal"
-        case Attention.IMAGE_BLOCKS:
-            return "an item's tokens see each other"
-        case Attention.WHOLE_BLOCKS:
-            return "an item's tokens see each other, past windows too"
-        case Attention.PREFIX:
-            return "a prompt sees itself both ways"
-        case Attention.CROSS:
-            return "images are seen by cross-attention"
-        case Attention.ENCODED:
-            return "a decoder sees the row's image"
-        case _:
-            raise AssertionError(f"no word for {attention!r}")
-
-
-def _rows(family: Family) -> str:
-    match family.packing:
-        case PackingSupport.PACKED:
-            return "packed"
-        case PackingSupport.PADDED:
-            return f"padded: {family.reason}"
-        case _:
-            raise AssertionError(f"no word for {family.packing!r}")
