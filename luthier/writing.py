@@ -16,6 +16,9 @@ from typing import IO, Any
 
 from luthier.errors import UserError
 
+JsonObject = dict[str, Any]
+"""What JSON, YAML or a request holds between braces: text, numbers, booleans, null, and lists and objects of these."""
+
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 

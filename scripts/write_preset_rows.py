@@ -44,7 +44,8 @@ from typing import NamedTuple
 from zlib import crc32
 
 from luthier.presets.datasets import ROWS_FOLDER, SPLITS
-from luthier.presets.quizzes import JsonObject, is_held_out
+from luthier.presets.quizzes import is_held_out
+from luthier.writing import JsonObject
 
 _SHOP = runpy.run_path(str(Path(__file__).resolve().parents[1] / "examples" / "shop.py"))
 COLUMNS, ITEMS, look_up = _SHOP["COLUMNS"], _SHOP["ITEMS"], _SHOP["look_up"]

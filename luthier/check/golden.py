@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from luthier.check.verify.server import TokenServer
 from luthier.errors import UserError
-from luthier.writing import counted, write_whole
+from luthier.writing import JsonObject, counted, write_whole
 
 PARITY_FILE = "parity.json"
 PARITY_VERSION = 1
@@ -27,8 +27,8 @@ class GoldenPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A history and the ids of its generation prompt. ``messages`` are as chat templates take them."""
 
     row: str
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
+    messages: list[JsonObject]
+    tools: list[JsonObject]
     ids: list[int]
 
 
@@ -68,7 +68,7 @@ class GoldenPictures(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     row: str
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     pictures: list[bytes]
     prompt: list[int]
     arrays: dict[str, GoldenArray]
@@ -103,7 +103,7 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     dtype: str
     bound: str
-    template_kwargs: dict[str, Any]
+    template_kwargs: JsonObject
     template_now: str
     template_sha256: str
     stops: list[int]

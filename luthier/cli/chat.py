@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ from luthier.cli.pipeline import Overrides
 from luthier.cli.prediction import EngineUrl, ServedModel
 from luthier.errors import RowError, UserError
 from luthier.records import Media, Message, Text, ToolCall
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 if TYPE_CHECKING:
     from luthier.prediction.dialogue import Dialogue, DialogueAnswer
@@ -110,7 +110,7 @@ def chat(  # noqa: PLR0913
             output.emit({**as_row(dialogue.conversation), "answers": answers})
 
 
-def _declared(path: Path) -> list[dict[str, Any]]:
+def _declared(path: Path) -> list[JsonObject]:
     """The tools in a file. Raises `UserError` where it is no JSON list of objects."""
     try:
         found = json_text.loads(path.read_text(encoding="utf-8"))

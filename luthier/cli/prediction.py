@@ -15,7 +15,7 @@ from rich.table import Table
 from luthier.cli.output import JsonTarget, Output, reporting
 from luthier.cli.pipeline import Overrides
 from luthier.errors import UserError
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 if TYPE_CHECKING:
     from luthier.serve.running import Listening
@@ -196,7 +196,7 @@ def _summary(metrics: Mapping[str, Any]) -> str:
     return told + (f"; not answered: {', '.join(lost)}" if lost else "")
 
 
-def _table(measured: dict[str, dict[str, Any]]) -> Table:
+def _table(measured: dict[str, JsonObject]) -> Table:
     table = Table("metric", "value", "95 % interval", box=None)
     for name, values in measured.items():
         for what, value in values.items():

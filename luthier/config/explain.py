@@ -12,7 +12,6 @@ import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic_core import ErrorDetails
 
@@ -32,7 +31,7 @@ from luthier.config.tree import (
 from luthier.config.words import JsonSchema, all_keys, choices, expected, kinds, known_keys, resolve, schema_at
 from luthier.config.yaml_text import number_meant
 from luthier.errors import Problem
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 MAX_CHOICES = 14  # names that a message lists
 _EXAMPLES = {
@@ -331,7 +330,7 @@ def all_meanings() -> list[tuple[str, Meant]]:
 
 
 @functools.cache
-def _other_tools_table() -> dict[str, Any]:
+def _other_tools_table() -> JsonObject:
     return tomllib.loads(TABLE.read_text(encoding="utf-8"))
 
 

@@ -15,6 +15,7 @@ from luthier.media import PROCESSOR_FILES, decoder_of
 from luthier.presets import tokenizer_folder
 from luthier.presets.named_templates import named_template, template_names
 from luthier.sources.origins import modelscope_folder
+from luthier.writing import JsonObject
 
 FILES = (
     "tokenizer.json",
@@ -36,9 +37,9 @@ class TokenizerFiles:
 
     origin: str
     folder: Path
-    tokenizer: dict[str, Any]
-    config: dict[str, Any]
-    generation_config: dict[str, Any]
+    tokenizer: JsonObject
+    config: JsonObject
+    generation_config: JsonObject
     chat_template: str | None
     template_name: str | None = None  # where the run names one of ours
     processor_class: str | None = None  # of a multimodal model; "" where its files do not name it
@@ -121,7 +122,7 @@ def _tokenizer(folder: Path, name: str) -> dict[str, object]:
     return {"added_tokens": [], **spec}
 
 
-def _read(folder: Path, file: str, name: str) -> dict[str, Any] | None:
+def _read(folder: Path, file: str, name: str) -> JsonObject | None:
     path = folder / file
     if not path.is_file():
         return None
@@ -186,7 +187,7 @@ def to_json(spec: Spec) -> str:
     return msgspec.json.encode(spec, order="sorted").decode()
 
 
-def with_added(spec: Spec, *, ordinary: Sequence[str], special: Sequence[str]) -> dict[str, Any]:
+def with_added(spec: Spec, *, ordinary: Sequence[str], special: Sequence[str]) -> JsonObject:
     """The tokenizer with more tokens. Their ids follow the last one; a piece of the vocabulary keeps the id it has.
 
     A token that is added already stays as it is, but is special from now on if it is one of ``special``.
@@ -214,7 +215,7 @@ def with_added(spec: Spec, *, ordinary: Sequence[str], special: Sequence[str]) -
     return {**spec, "added_tokens": entries}
 
 
-def text_only(spec: Spec, control: frozenset[str]) -> dict[str, Any]:
+def text_only(spec: Spec, control: frozenset[str]) -> JsonObject:
     """The tokenizer without its control tokens, and without what it adds around a text."""
     kept = [token for token in spec["added_tokens"] if token["content"] not in control]
     return {

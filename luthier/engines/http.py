@@ -25,7 +25,7 @@ from luthier.engines.json_client import SERVER_TOKEN, JsonClient, ServerRefused,
 from luthier.engines.next_tokens import BatchRow
 from luthier.engines.pool import SamplerPool, StaleWeights
 from luthier.errors import UserError
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 Told = TypeVar("Told")
 
@@ -398,7 +398,7 @@ def _is_logprob(value: object) -> bool:
     return isinstance(value, float | int) and math.isfinite(value)
 
 
-def _dict(told: object) -> dict[str, Any]:
+def _dict(told: object) -> JsonObject:
     if not isinstance(told, dict):
         raise TypeError(type(told))
     return told

@@ -16,7 +16,6 @@ import tarfile
 import tempfile
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +29,7 @@ from luthier.export.checks import ExportCheck, ExportProof, ExportResult, check_
 from luthier.export.llama_server import CONTEXT, llama_server
 from luthier.export.pre_tokenizers import USED, known_name
 from luthier.export.proof import HeldContext, compared, hold, template_digest
-from luthier.writing import counted, rename
+from luthier.writing import JsonObject, counted, rename
 
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 DIGEST = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
@@ -177,7 +176,7 @@ def _held(url: str, golden: GoldenContext, parity: Parity, letter: int) -> HeldC
 def _told(url: str, ids: list[int], letter: int) -> dict[int, float]:
     """Log-probabilities of the likeliest tokens behind some ids. llama.cpp is made to answer with a letter, which
     changes nothing of what it tells: of a token that is half a character it tells nothing."""
-    asked: dict[str, Any] = {
+    asked: JsonObject = {
         "prompt": ids,
         "n_predict": 1,
         "temperature": 0,
@@ -191,12 +190,12 @@ def _told(url: str, ids: list[int], letter: int) -> dict[int, float]:
         raise ModelError(f"llama.cpp gives no probabilities: {json.dumps(told)[:200]}") from error
 
 
-def _ask(url: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+def _ask(url: str, path: str, body: JsonObject | None) -> JsonObject:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"{url}{path}", data=data, headers={"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT) as response:
-            found: dict[str, Any] = json.loads(response.read())
+            found: JsonObject = json.loads(response.read())
     except (OSError, ValueError) as error:
         raise ModelError(f"llama.cpp does not answer {path}: {error}") from error
     return found

@@ -14,7 +14,7 @@ from typing import Any
 
 from luthier.check.golden import GoldenPrompt, Parity
 from luthier.errors import UserError
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 MODELFILE = "Modelfile"
 ROLES = ("system", "user", "assistant")
@@ -29,7 +29,7 @@ class TemplateShape:
     behind: Mapping[str, str]
     opening: str
 
-    def rendered(self, messages: list[dict[str, Any]]) -> str:
+    def rendered(self, messages: list[JsonObject]) -> str:
         """The prompt as Ollama makes it of the same shape."""
         told = [f"{self.before[one['role']]}{one['content']}{self.behind[one['role']]}" for one in messages]
         return "".join(told) + self.opening

@@ -18,6 +18,7 @@ from luthier.engines.local import LocalEngine
 from luthier.export.taken_down import TakenDown, history_of, media_arrays
 from luthier.prediction.trained_run import TrainedRun
 from luthier.records import Address, Conversation, Image, Message, Part, Row, Sample, Text
+from luthier.writing import JsonObject
 
 NUM_PICTURES = 3  # contexts with pictures, whose files are written down
 MAX_PICTURE_BYTES = 300_000  # of all pictures of such a context
@@ -93,11 +94,11 @@ def picture_faults(
     return sample, faults
 
 
-def with_pictures(messages: Sequence[dict[str, Any]], files: Sequence[bytes]) -> Conversation:
+def with_pictures(messages: Sequence[JsonObject], files: Sequence[bytes]) -> Conversation:
     """The conversation of golden messages, with their pictures."""
     left = iter(files)
 
-    def parts(content: Sequence[dict[str, Any]]) -> tuple[Part, ...]:
+    def parts(content: Sequence[JsonObject]) -> tuple[Part, ...]:
         return tuple(Image(source=next(left)) if one["type"] == "image" else Text(text=one["text"]) for one in content)
 
     told = tuple(Message(role=message["role"], parts=parts(message["content"])) for message in messages)

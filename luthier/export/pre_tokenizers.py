@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from luthier.writing import JsonObject
+
 USED = "PRE-TOKENIZER"  # what the program prints where the name was needed
 _ENDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -61,14 +63,14 @@ def known_name(folder: Path) -> str | None:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
-    spec: dict[str, Any] = json.loads(file.read_bytes())
+    spec: JsonObject = json.loads(file.read_bytes())
     model = spec.get("model") or {}
     if model.get("type") != "BPE" or (spec.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
         return None
     return _NAMES.get((_expressions(spec.get("pre_tokenizer")), bool(model.get("ignore_merges"))))
 
 
-def _expressions(step: dict[str, Any] | None) -> tuple[str, ...]:
+def _expressions(step: JsonObject | None) -> tuple[str, ...]:
     """By which a text is cut; those of a step that is not known are "?"."""
     match step:
         case {"type": "Sequence", "pretokenizers": list(steps)}:

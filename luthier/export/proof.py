@@ -28,7 +28,7 @@ from luthier.export.pictures import picture_faults
 from luthier.export.taken_down import ModuleProbe, TakenContext, TakenDown, logprobs_at, outputs_of, prompt_ids
 from luthier.prediction.trained_run import TrainedRun
 from luthier.training.folder.artifacts import TEMPLATE_FILE
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 MAX_SLOPE_ERROR = 0.1  # standard error of what is told of a module, above which nothing is told
 _STORED = {  # kind -> how a quantized weight's name ends in a file of weights, and the type that it has there
@@ -151,7 +151,7 @@ def _config_ids(folder: Path, parity: Parity) -> Iterator[tuple[str, str]]:
 
 def _alone(folder: Path, parity: Parity, like: RunConfig | None) -> TrainedRun:
     """The folder as a described model that nothing else says anything of."""
-    told: dict[str, Any] = {
+    told: JsonObject = {
         "data": {},
         "model": {"name_or_path": str(folder.resolve()), "dtype": parity.dtype},
         "template": {"kwargs": parity.template_kwargs, "now": parity.template_now or None},

@@ -32,7 +32,7 @@ from luthier.prediction.trained_run import TrainedRun
 from luthier.records import Conversation, Document, MediaItem, Message, Row, Sample, Segment, Text, Tokenized
 from luthier.sources import open_sources, resolve_sources
 from luthier.training.folder.artifacts import transformers_tokenizer
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 NUM_ROWS, NUM_CONTEXTS, NUM_ANSWERS = 200, 32, 8
 NUM_PLACES = 8  # of each context: their distributions are held in memory whole
@@ -232,7 +232,7 @@ def _as_others_read(
     return None
 
 
-def _plain(message: Message, *, parts: bool) -> dict[str, Any]:
+def _plain(message: Message, *, parts: bool) -> JsonObject:
     return plain_message(message, parts=parts)
 
 
@@ -244,7 +244,7 @@ def template_now(encoder: Encoder) -> str:
     return encoder.options.now or "2026-01-01T00:00:00"
 
 
-def prompt_ids(tokenizer: Any, golden: GoldenPrompt, kwargs: dict[str, Any], now: str) -> list[int]:
+def prompt_ids(tokenizer: Any, golden: GoldenPrompt, kwargs: JsonObject, now: str) -> list[int]:
     """What transformers makes of a golden prompt's messages. Raises whatever the template raises."""
     from datetime import datetime
 

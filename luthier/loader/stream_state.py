@@ -29,7 +29,7 @@ from luthier.packing.planned import Planned
 from luthier.packing.planner import EpochPlanner, PlannerPlace
 from luthier.packing.settings import PlanSettings, UnitKind
 from luthier.records import Ints
-from luthier.writing import counted, write_text
+from luthier.writing import JsonObject, counted, write_text
 
 STATE_VERSION = 3  # 2: rows were ordered by other rules
 STATE_FILE = "loader_state.json"
@@ -106,7 +106,7 @@ class LoaderState:
     epoch: int
     step: int
     cursor: int
-    waiting: dict[str, Any] = field(default_factory=dict)
+    waiting: JsonObject = field(default_factory=dict)
     trail: RowTrail = field(default_factory=RowTrail)
     settings: dict[str, StateScalar]
     data: str

@@ -26,7 +26,7 @@ from luthier.config.choices import QuantizationType
 from luthier.config.inputs import QuantizationConfig
 from luthier.errors import ModelError, first_line
 from luthier.models.routers import router_names
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 PACKAGES = {
     "awq": "gptqmodel",
@@ -121,7 +121,7 @@ def stored_method(config: PretrainedConfig) -> str | None:
     )
 
 
-def _said(config: PretrainedConfig) -> dict[str, Any] | None:
+def _said(config: PretrainedConfig) -> JsonObject | None:
     stored: Any = getattr(config, "quantization_config", None)
     return stored if stored is None or isinstance(stored, dict) else stored.to_dict()
 

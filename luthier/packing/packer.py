@@ -17,7 +17,7 @@ from luthier.packing.best_fit import check_lengths, pack_in_order
 from luthier.packing.planned import Planned, bounds_of, every, join, sums, take_groups
 from luthier.packing.settings import PlanSettings, SegmentTable
 from luthier.records import Ints
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 STATE_VERSION = 2
 SHARE_AT_ONCE = 4  # an epoch of at most so great a part of a window is packed at once: it is there soon enough
@@ -104,7 +104,7 @@ class WindowPacker:
         """What is left. The last step may be smaller; its end is not among ``step_ends`` then."""
         return self._decide(self._num_coming, last=True)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """The place after the last window that is decided, as JSON, but for `carried_ids`.
 
         Segments that came since then are not in it: go on by adding from segment ``taken`` on.

@@ -13,7 +13,7 @@ from luthier.errors import UserError
 from luthier.metrics.table import JUDGE
 from luthier.rendering.control import ControlTokens
 from luthier.training.folder.staging import FILES
-from luthier.writing import write_whole
+from luthier.writing import JsonObject, write_whole
 
 JUDGEMENTS_FILE = "judgements.jsonl"  # its first line says who judges, and by which scale
 AnswerPlace = tuple[str, int, int]  # row, turn, sample
@@ -67,7 +67,7 @@ def _line(told: Mapping[str, Any]) -> bytes:
     return json.dumps(told, ensure_ascii=False).encode() + b"\n"
 
 
-def kept_judgements(folder: Path) -> tuple[dict[str, Any] | None, dict[AnswerPlace, Judgement]]:
+def kept_judgements(folder: Path) -> tuple[JsonObject | None, dict[AnswerPlace, Judgement]]:
     """Who has judged, and what was said of each answer; None and nothing, where there is nothing whole.
 
     Raises `UserError` for a file that is something else.

@@ -43,7 +43,7 @@ from luthier.store.store import MANIFEST, store_folder
 from luthier.training.assemble import RunModel
 from luthier.training.folder.staging import FILES
 from luthier.training.generate import Question, questions_of, read_back, shown, wanted
-from luthier.writing import to_json, write_text
+from luthier.writing import JsonObject, to_json, write_text
 
 WINDOW = 64  # questions that are sorted by their length before they are divided into batches
 PREDICTIONS = "predictions"  # the folder in that of the run
@@ -287,7 +287,7 @@ def _held_out(run: TrainedRun) -> Iterator[tuple[Segment, bool, ToolDeclarations
 # Answers, batch by batch.
 
 
-def _begin(folder: Path, told: dict[str, Any], *, overwrite: bool) -> None:
+def _begin(folder: Path, told: JsonObject, *, overwrite: bool) -> None:
     """Take the folder for this prediction. Raises `UserError` where it holds another one."""
     path = folder / PREDICTION_FILE
     if path.is_file() and not overwrite:
@@ -312,7 +312,7 @@ def _answer(
     folder: Path,
     engine: Callable[[], Engine],
     on_progress: OnProgress | None,
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """All answers, in the order of the rows, each row's samples in theirs. They are kept batch by batch as they come,
     and what was kept is not asked again."""
     batches = _batches([len(one.question.prompt) for one in asked], _at_once(run, samples))
@@ -342,9 +342,9 @@ def _batches(lengths: Sequence[int], at_once: int) -> list[list[int]]:
     return found
 
 
-def _kept(path: Path) -> list[list[dict[str, Any]]]:
+def _kept(path: Path) -> list[list[JsonObject]]:
     """The answers of each batch that an earlier process has finished; what it was writing when it ended is cut off."""
-    kept: list[list[dict[str, Any]]] = []
+    kept: list[list[JsonObject]] = []
     content, end = path.read_bytes() if path.is_file() else b"", 0
     for line in content.split(b"\n")[:-1]:
         try:
@@ -358,13 +358,13 @@ def _kept(path: Path) -> list[list[dict[str, Any]]]:
     return kept
 
 
-def _answers(run: TrainedRun, engine: Engine, asked: Mapping[int, _RowQuestion], samples: int) -> list[dict[str, Any]]:
+def _answers(run: TrainedRun, engine: Engine, asked: Mapping[int, _RowQuestion], samples: int) -> list[JsonObject]:
     """The answers to some questions, by their numbers."""
     settings, tokenizer = run.settings, run.encoder.tokenizer
-    found: list[dict[str, Any]] = []
+    found: list[JsonObject] = []
     for answer in engine.generate([one.question.request(number, settings, samples) for number, one in asked.items()]):
         one = asked[answer.key]
-        line: dict[str, Any] = {"question": answer.key, "row": one.row, "turn": one.turn}
+        line: JsonObject = {"question": answer.key, "row": one.row, "turn": one.turn}
         match answer:
             case Completion():
                 line |= {
@@ -416,7 +416,7 @@ def _losses(
     return found
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[JsonObject]:
     """The lines of predictions.jsonl."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 

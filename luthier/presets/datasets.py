@@ -9,8 +9,8 @@ from pathlib import Path
 
 from luthier.errors import SourceError
 from luthier.presets.pictures import picture_rows
-from luthier.presets.quizzes import JsonObject
 from luthier.presets.sounds import sound_rows
+from luthier.writing import JsonObject
 
 SPLITS = ("train", "test")
 # Data sets of texts are files, ``NAME.SPLIT.jsonl.gz``, which `scripts/write_preset_rows.py` has written.

@@ -20,7 +20,8 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.presets.quizzes import JsonObject, Quiz, QuizQuestion, QuizSkill, quiz_rows
+from luthier.presets.quizzes import Quiz, QuizQuestion, QuizSkill, quiz_rows
+from luthier.writing import JsonObject
 
 _NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four"}
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from random import Random
-from typing import Any
 from zlib import crc32
 
-JsonObject = dict[str, Any]  # a row, or a message of one
+from luthier.writing import JsonObject
 
 _TEST_SHARE = 10  # one key in ten is held out
 _MOST_TURNS = 4  # of a conversation in `train`

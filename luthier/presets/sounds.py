@@ -23,8 +23,8 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.presets.quizzes import JsonObject, Quiz, QuizQuestion, QuizSkill, quiz_rows
-from luthier.writing import counted
+from luthier.presets.quizzes import Quiz, QuizQuestion, QuizSkill, quiz_rows
+from luthier.writing import JsonObject, counted
 
 _NUMBERS = ("one", "two", "three", "four")
 

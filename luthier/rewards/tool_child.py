@@ -16,6 +16,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from luthier.rewards.child import TellParent, begin
 from luthier.rewards.dialogue_environment import Over
+from luthier.writing import JsonObject
 
 MOST_CHARACTERS = 100_000  # of a tool's result
 
@@ -28,7 +29,7 @@ class _Untitled(GenerateJsonSchema):
         return False
 
 
-def declaration(function: Any) -> dict[str, Any]:
+def declaration(function: Any) -> JsonObject:
     """A function as chat templates take it, from its signature and docstring. Raises ``TypeError`` or pydantic's
     errors, where an argument's type has no JSON schema."""
     parameters = TypeAdapter(function).json_schema(schema_generator=_Untitled)

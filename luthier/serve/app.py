@@ -36,7 +36,7 @@ from luthier.serve.wire import (
     WeightsBody,
     read_body,
 )
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 MOST_SCORES = 500_000_000  # numbers in the scores of one prompt's tokens: 2 GB
 Made = TypeVar("Made")
@@ -126,7 +126,7 @@ class Api:
         else:
             assert not isinstance(body.messages, msgspec.UnsetType)
             ids = (await self._prompt(body.messages, body.tools, body.chat_template_kwargs)).input_ids
-        told: dict[str, Any] = {"count": len(ids), "max_model_len": self.served.context, "tokens": ids.tolist()}
+        told: JsonObject = {"count": len(ids), "max_model_len": self.served.context, "tokens": ids.tolist()}
         if body.return_token_strs:
             told["token_strs"] = [self.served.tokenizer.token(number) for number in ids.tolist()]
         return JSONResponse(told)

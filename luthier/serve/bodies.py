@@ -15,6 +15,7 @@ from luthier.engines.engine import Finish, NewTokens, Request
 from luthier.rendering.replies.form import ReplyDelta
 from luthier.serve.asking import HALF_CHARACTER, AnswerReader, Asker, joined, too_late
 from luthier.serve.wire import RefusedRequest
+from luthier.writing import JsonObject
 
 FINISHES = {Finish.STOP: "stop", Finish.STRING: "stop", Finish.LENGTH: "length"}
 
@@ -46,7 +47,7 @@ class ClientRequest:
         """The prompt of answer ``number``, where it is told."""
         return self.echoes[number // self.questions[0].num_samples] if self.echoes else None
 
-    def envelope(self, *, streamed: bool) -> dict[str, Any]:
+    def envelope(self, *, streamed: bool) -> JsonObject:
         """What every answer and every piece of one begins with."""
         kind = "chat.completion" if self.is_chat else "text_completion"
         if streamed and self.is_chat:
@@ -70,7 +71,7 @@ class Teller:
     def __init__(self, answers: Asker, tokenizer: Tokenizer) -> None:
         self.answers, self.tokenizer = answers, tokenizer
 
-    async def whole(self, asked: ClientRequest) -> dict[str, Any]:
+    async def whole(self, asked: ClientRequest) -> JsonObject:
         """The answers of a request, when all are finished. Raises `RefusedRequest`."""
         told: list[list[NewTokens]] = [[] for _ in asked.readers]
         try:
@@ -89,7 +90,7 @@ class Teller:
         by = {} if weights is None else {"weights": {"version": weights.version, "digest": weights.digest}}
         return asked.envelope(streamed=False) | {"choices": choices, "usage": usage(asked, count), **by}
 
-    async def pieces(self, asked: ClientRequest) -> AsyncGenerator[dict[str, Any], None]:
+    async def pieces(self, asked: ClientRequest) -> AsyncGenerator[JsonObject, None]:
         """The same as it comes. What goes wrong on the way is the last piece."""
         begun = asked.envelope(streamed=True)
         count, calls = 0, [0] * len(asked.readers)
@@ -130,9 +131,9 @@ class Teller:
         *,
         echo: Echo | None = None,
         told: int | None = None,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """An answer, or a piece of one behind ``told`` calls; it has no tokens where only the prompt is told."""
-        content: dict[str, Any] = {"text": delta.content if echo is None else echo.text + delta.content}
+        content: JsonObject = {"text": delta.content if echo is None else echo.text + delta.content}
         if asked.is_chat:
             content = {"message": _message(delta)} if told is None else {"delta": _spoken(delta, told)}
         finish = None if new is None or new.finish is None else FINISHES[new.finish]
@@ -140,7 +141,7 @@ class Teller:
             finish = "tool_calls"
         if new is None and not asked.answered:
             finish = FINISHES[Finish.LENGTH]
-        logprobs: dict[str, Any] | None = None
+        logprobs: JsonObject | None = None
         if asked.logprobs and asked.is_chat:
             logprobs = None if new is None else self._chat_logprobs(new)
         elif asked.logprobs:
@@ -152,7 +153,7 @@ class Teller:
                 content["prompt_token_ids"] = question.prompt.tolist()
         return {"index": number, **content, "logprobs": logprobs, "finish_reason": finish}
 
-    def _chat_logprobs(self, new: NewTokens) -> dict[str, Any]:
+    def _chat_logprobs(self, new: NewTokens) -> JsonObject:
         return {
             "content": [
                 self._token(number, logprob)
@@ -162,7 +163,7 @@ class Teller:
             "refusal": None,
         }
 
-    def _text_logprobs(self, echo: Echo | None, new: NewTokens | None) -> dict[str, Any]:
+    def _text_logprobs(self, echo: Echo | None, new: NewTokens | None) -> JsonObject:
         """Of every token, that which ended the answer included: harnesses count on one for each that they asked for."""
         shown: list[Any] = []
         if echo is not None and echo.others is not None:
@@ -179,13 +180,13 @@ class Teller:
             ],
         }
 
-    def _token(self, number: int, logprob: float) -> dict[str, Any]:
+    def _token(self, number: int, logprob: float) -> JsonObject:
         text = self.tokenizer.decode([number])
         is_whole = HALF_CHARACTER not in text  # else its bytes are those of a part of a character
         return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
 
 
-def _message(whole: ReplyDelta) -> dict[str, Any]:
+def _message(whole: ReplyDelta) -> JsonObject:
     """An answer as an assistant's message."""
     content = whole.content if whole.content or not whole.calls else None
     return {"role": "assistant", "content": content} | {
@@ -193,7 +194,7 @@ def _message(whole: ReplyDelta) -> dict[str, Any]:
     }
 
 
-def _spoken(delta: ReplyDelta, told: int | None) -> dict[str, Any]:
+def _spoken(delta: ReplyDelta, told: int | None) -> JsonObject:
     """Thought, text and calls, those that there are. Calls of a stream are numbered, ``told`` having come before."""
     calls = [
         ({} if told is None else {"index": told + number})

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from luthier.config.schema import ServeConfig
 from luthier.serve.wire import RefusedRequest
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 OPEN_PATHS = frozenset({"/health"})  # which tell nothing but that the server is there
@@ -209,7 +209,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
+    def __init__(self, events: AsyncGenerator[JsonObject, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
         self.events = events

@@ -34,7 +34,7 @@ from luthier.serve.wire import (
 )
 from luthier.sources import RawRow, RowReader
 from luthier.sources.detect import detect_layout
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 REQUEST = "request"  # the file of rows that come from clients
 MOST_VARIANTS = 8  # renderers that are kept, one for each set of template variables
@@ -84,7 +84,7 @@ class Histories:
         if items > self.limits.max_media:
             what = f"the messages hold {counted(items, 'media item')}, the limit is {self.limits.max_media}"
             raise RefusedRequest(413, what, code="media_limit", param="messages", hint="serve.max_media is the limit")
-        data: dict[str, Any] = {
+        data: JsonObject = {
             "messages": [_as_row(message, f"messages[{number}]") for number, message in enumerate(messages)]
         }
         if tools:
@@ -189,7 +189,7 @@ def _parts(message: MessageBody) -> Sequence[ContentPart]:
     return message.content if isinstance(message.content, list) else ()
 
 
-def _as_row(message: MessageBody, place: str) -> dict[str, Any]:
+def _as_row(message: MessageBody, place: str) -> JsonObject:
     """The message in the form of rows that are trained on."""
     if message.reasoning_content and message.thinking and message.reasoning_content != message.thinking:
         what = "reasoning_content and thinking are two names of one thing, and differ"
@@ -210,12 +210,12 @@ def _as_row(message: MessageBody, place: str) -> dict[str, Any]:
     return {"role": message.role} | {key: value for key, value in told.items() if value is not None}
 
 
-def _as_call(call: Any) -> dict[str, Any]:
+def _as_call(call: Any) -> JsonObject:
     function = {"name": call.function.name, "arguments": call.function.arguments or {}}
     return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
 
 
-def _as_part(part: ContentPart, place: str) -> dict[str, Any]:
+def _as_part(part: ContentPart, place: str) -> JsonObject:
     match part:
         case TextPart():
             return {"type": "text", "text": part.text}

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from luthier.errors import RowError
+from luthier.writing import JsonObject
 
 BODY_FIELDS = "docs/serve.md lists the fields"
 
@@ -92,7 +93,7 @@ ContentPart = TextPart | ImagePart | VideoPart | AudioUrlPart | AudioPart
 
 class FunctionBody(_Body, frozen=True):
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | JsonObject = ""
 
 
 class CallBody(_Body, frozen=True):
@@ -157,12 +158,12 @@ class ChatBody(SamplingBody, frozen=True, kw_only=True):
 
     messages: list[MessageBody]
     max_completion_tokens: AboveNone | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     response_format: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None
@@ -198,8 +199,8 @@ class TokenizeBody(_Body, frozen=True):
     model: str | None = None
     messages: list[MessageBody] | UnsetType = UNSET
     prompt: str | UnsetType = UNSET
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[JsonObject] | None = None
+    chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: Any = True
     add_special_tokens: bool | None = None
     continue_final_message: Any = None
@@ -219,8 +220,8 @@ class ScoreBody(_Body, frozen=True):
     model: str | None = None
     messages: list[MessageBody] | UnsetType = UNSET
     conversations: list[list[MessageBody]] | UnsetType = UNSET
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[JsonObject] | None = None
+    chat_template_kwargs: JsonObject | None = None
 
     @property
     def all(self) -> list[list[MessageBody]]:

@@ -12,7 +12,7 @@ import msgspec
 
 from luthier.errors import RowError
 from luthier.records import Address
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 # A row of text this long is a damaged file far more often than a sample: at 4 bytes a token it is 2.5 million tokens.
 MAX_ROW_BYTES = 10_000_000
@@ -48,7 +48,7 @@ class RawRow:
     """A decoded row: ``data`` is what ``raw`` says, nothing else."""
 
     raw: bytes
-    data: dict[str, Any]
+    data: JsonObject
     address: Address
 
 

@@ -22,7 +22,7 @@ from luthier.training.losses.step_losses import by_source
 from luthier.training.report.events import EventListener, Note, Saved, Started, StepDone
 from luthier.training.report.result import EvalRecord, StepRecord, exit_code
 from luthier.training.streams import World
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 
 @dataclass(kw_only=True, slots=True)
@@ -164,7 +164,7 @@ class Journal(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self.tell(Saved(step=state.global_step, name=f"checkpoint-{state.global_step}"))
 
-    def _step_record(self, state: TrainerState, logs: dict[str, Any]) -> StepRecord:
+    def _step_record(self, state: TrainerState, logs: JsonObject) -> StepRecord:
         tokens, targets, seconds = self.meter.drain()
         norm = logs.get("grad_norm")
         return StepRecord(
@@ -185,7 +185,7 @@ class Journal(TrainerCallback):  # type: ignore[misc]
         )
 
 
-def eval_record(state: TrainerState, logs: dict[str, Any], measured: tuple[str, ...] = ()) -> EvalRecord:
+def eval_record(state: TrainerState, logs: JsonObject, measured: tuple[str, ...] = ()) -> EvalRecord:
     """The record of one evaluation's metrics."""
     return EvalRecord(
         step=state.global_step,

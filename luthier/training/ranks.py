@@ -13,13 +13,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from luthier.errors import TrainingError, first_line
 from luthier.training.streams import World
-from luthier.writing import write_whole
+from luthier.writing import JsonObject, write_whole
 
 FOLDER = ".ranks"
 GONE = ("", "Z", "X")  # one that has ended and whom nobody has asked for its exit code is there as well
@@ -112,7 +111,7 @@ def _silent_ranks(folder: Path, world: World) -> str:
     return f"of {', '.join(silent)} at least one does not answer" if silent else "all others have ended"
 
 
-def _name(rank: int, sign: dict[str, Any]) -> str:
+def _name(rank: int, sign: JsonObject) -> str:
     return f"rank {rank} (process {sign['pid']} on {sign['host']})"
 
 
@@ -141,7 +140,7 @@ def _write(folder: Path, rank: int, sign: dict[str, object]) -> None:
         write_whole(folder / f"rank-{rank}.json", [json.dumps(sign).encode()], temporary=temporary, durable=False)
 
 
-def _read(folder: Path, rank: int) -> dict[str, Any] | None:
+def _read(folder: Path, rank: int) -> JsonObject | None:
     try:
         found = json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -17,7 +17,7 @@ from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, nam
 from luthier.config.peers.trl_rows import columns_of
 from luthier.config.tree import MappingNode, Node, Scalar
 from luthier.config.tree import plain as value_of
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 _MARKS = frozenset({"datasets", "pretraining_dataset", "sequence_len", "micro_batch_size", "num_epochs", "plugins"})
 _SIMPLE_NAME = re.compile(r"[\w.-]+")
@@ -95,8 +95,7 @@ def _objective(reading: Translator) -> None:
         reading.take("excess_length_strategy")
     if reading.flag("use_eaft"):
         reading.set("objective.loss", "eaft", "use_eaft")
-        if (alpha := reading.take("eaft_alpha")) is not None:
-            reading.set("objective.eaft_alpha", alpha, "eaft_alpha")
+        reading.copy("objective.eaft_alpha", "eaft_alpha")
         reading.take("eaft_k")
         reading.told.append("use_eaft: the entropy of a token is that of all words, not of the eaft_k likeliest")
     if reading.flag("train_on_inputs") and not rl:
@@ -135,8 +134,7 @@ def _preferences(reading: Translator, rl: str) -> None:
         loss = names[0] if names else None
     if loss is not None:
         reading.set("objective.loss", loss, "dpo_loss_type" if kinds is not None and rl == "dpo" else "rl")
-    if reading.flag("dpo_use_weighting"):
-        reading.set("objective.loss", "wpo", "dpo_use_weighting")
+    reading.switch("objective.loss", "wpo", "dpo_use_weighting")
     given = [key for key in ("rl_beta", "dpo_beta", "orpo_alpha") if reading.take(key) is not None]
     if not given:
         reading.fill_in("defaults", "rl")
@@ -154,8 +152,7 @@ def _preferences(reading: Translator, rl: str) -> None:
         ):
             if weight := reading.take(key):
                 reading.set(f"objective.{ours}", weight, key)
-    if reading.flag("precompute_ref_log_probs"):
-        reading.set("objective.reference.source", "precomputed", "precompute_ref_log_probs")
+    reading.switch("objective.reference.source", "precomputed", "precompute_ref_log_probs")
 
 
 def _lengths(reading: Translator, rows: RowsRead) -> None:
@@ -175,14 +172,14 @@ def _lengths(reading: Translator, rows: RowsRead) -> None:
                 "pretraining_dataset" if is_stream else "sample_packing")  # fmt: skip
 
 
-def _mapping(reading: Translator, key: str) -> dict[str, Any]:
+def _mapping(reading: Translator, key: str) -> JsonObject:
     value = reading.take(key)
     if value not in (None, False, "") and not isinstance(value, dict):
         reading.refuse(key, f"this is a mapping, not {value!r}")
     return dict(value) if isinstance(value, dict) else {}
 
 
-def _entries(reading: Translator, section: str) -> dict[str, Any]:
+def _entries(reading: Translator, section: str) -> JsonObject:
     node = reading.tree.entries.get(section)
     return dict(node.entries) if isinstance(node, MappingNode) else {}
 
@@ -211,9 +208,7 @@ def _adapter(reading: Translator) -> None:
         # nothing but this key keeps axolotl from what sees and hears; a pattern says itself where it is
         reading.set("adapter.train_parts", ["language_model", "projector", "tower"], "processor_type")
     if not kind:
-        for key in (key for key in _LORA_KEYS if key in reading.entries):
-            reading.take(key)
-            reading.passed[key] = "it belongs to adapter: lora"
+        reading.pass_over(_LORA_KEYS, "it belongs to adapter: lora")
         if unfrozen:
             _unfrozen(reading, names_of(unfrozen))
         return
@@ -225,14 +220,11 @@ def _adapter(reading: Translator) -> None:
         reading.passed["unfrozen_parameters"] = "an adapter freezes all weights beside it, here as with axolotl"
     if (folder := reading.take("lora_model_dir")) is not None:
         reading.set("adapter.name_or_path", str(folder), "lora_model_dir")
-        for key in (key for key in _LORA_KEYS if key not in ("lora_model_dir", "merge_lora", "loraplus_lr_ratio")):
-            if key in reading.entries:
-                reading.take(key)
-                reading.passed[key] = "the adapter that goes on says it"
+        others = (key for key in _LORA_KEYS if key not in ("lora_model_dir", "merge_lora", "loraplus_lr_ratio"))
+        reading.pass_over(others, "the adapter that goes on says it")
         return
     _targets(reading)
-    if (rate := reading.take("embedding_lr")) is not None:
-        reading.set("train.learning_rates.embedding", rate, "embedding_lr")
+    reading.copy("train.learning_rates.embedding", "embedding_lr")
 
 
 def _targets(reading: Translator) -> None:
@@ -373,8 +365,7 @@ def _optimizer(reading: Translator) -> None:
         reading.set("train.warmup_steps", share, "warmup_ratio")
         if "warmup_ratio" in reading.defaults:
             reading.told.append(f"warmup_steps: {share:.0%} of all steps; of more than 3,333, axolotl warms up for 100")
-    if (rates := reading.take("embedding_lr")) is not None:
-        reading.set("train.learning_rates.embedding", rates, "embedding_lr")
+    reading.copy("train.learning_rates.embedding", "embedding_lr")
 
 
 def _devices(reading: Translator) -> None:

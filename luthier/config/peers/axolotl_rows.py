@@ -15,6 +15,7 @@ from typing import Any
 
 from luthier.config.peers.translation import Translator, names_of
 from luthier.config.peers.trl_rows import columns_of
+from luthier.writing import JsonObject
 
 _DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|tsv|arrow|txt|md)(\.(gz|zst|bz2|xz))?$")
 _FILE_TYPES = frozenset({"json", "csv", "parquet", "arrow", "text"})
@@ -131,7 +132,7 @@ class _DataSet:
 
     reading: Translator
     at: str
-    left: dict[str, Any]
+    left: JsonObject
     rows_of: str
     found: RowsRead
     columns: dict[str, str] = field(default_factory=dict)
@@ -216,7 +217,7 @@ class _DataSet:
     def _take(self, key: str) -> Any:
         return self.left.pop(key, None)
 
-    def _mapping(self, key: str) -> dict[str, Any]:
+    def _mapping(self, key: str) -> JsonObject:
         value = self._take(key)
         if value is not None and not isinstance(value, dict):
             self._refuse(key, f"this is a mapping of names, not {value!r}")
@@ -437,7 +438,7 @@ class _DataSet:
 
     def _plain_keys(self, path: str) -> dict[str, tuple[str, object]]:
         """Keys that are one of ours, that decide nothing here, or that ask for what is not there."""
-        table: dict[str, Any] = self.reading.peer.table["source"]
+        table: JsonObject = self.reading.peer.table["source"]
         settings: dict[str, tuple[str, object]] = {}
         for key, value in self.left.items():
             if value in (None, False, "", [], {}):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from luthier.config.peers.translation import Translator, beside, names_of
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 DEFAULTS: Mapping[str, Any] = {
     "beta": 0.0, "num_generations": 8, "max_completion_length": 512, "temperature": 1.0, "num_iterations": 1,
@@ -48,7 +48,7 @@ class DrawnAnswers:
     """
 
     reading: Translator
-    given: dict[str, Any]
+    given: JsonObject
     at: Callable[[str], str]
     rows: tuple[Any, Any]
     rows_key: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from luthier.config.peers.llamafactory_rows import read_data, read_generation, read_lengths, read_ppo, read_template
-from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, beside, names_of, share_as_deepspeed
+from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, beside, names_of, read_sharing
 from luthier.config.tree import MappingNode, plain
 from luthier.config.yaml_text import parse_yaml
 
@@ -37,8 +37,7 @@ def _purpose(reading: Translator) -> None:
     reading.fill_in("defaults")
     if reading.take("tokenized_path") is not None and "per_device_train_batch_size" in reading.defaults:
         reading.told.append("tokenized_path: LLaMA-Factory stops once rows are encoded; luthier prepare does so")
-    if (path := reading.take("tokenized_path")) is not None:
-        reading.set("data.store", str(path), "tokenized_path")
+    reading.copy("data.store", "tokenized_path", str)
 
 
 def _exports(reading: Translator) -> None:
@@ -53,8 +52,7 @@ def _exports(reading: Translator) -> None:
     reading.take("export_legacy_format")
     for key, ours in (("export_size", "export.max_shard_gb"), ("export_device", "runtime.device"),
                       ("infer_dtype", "export.dtype")):  # fmt: skip
-        if (value := reading.take(key)) is not None:
-            reading.set(ours, value, key)
+        reading.copy(ours, key)
     if reading.take("export_hub_model_id") is not None:
         reading.passed["export_hub_model_id"] = "nothing is uploaded; hf upload NAME DIR does it"
     for key in [key for key in reading.entries if key.startswith("export_quantization_")]:
@@ -69,12 +67,10 @@ def _answers(reading: Translator, of: str) -> None:
     reading.set("train.enabled", False, of)
     for key in ("stage", "finetuning_type", "predict_with_generate", "adapter_folder"):
         reading.take(key)
-    if (adapters := reading.take("adapter_name_or_path")) is not None:
-        reading.set("adapter.merge_first", names_of(adapters), "adapter_name_or_path")
-    for key in [key for key in reading.entries if key.startswith(("lora_", "vllm_", "sglang_")) or key in _ANSWERED]:
-        reading.take(key)
-        reading.passed[key] = "the model is loaded and answers by Luthier's own engine"
-    merged = "" if adapters is None else ", with all of its adapters merged"
+    reading.copy("adapter.merge_first", "adapter_name_or_path", names_of)
+    others = (key for key in reading.entries if key.startswith(("lora_", "vllm_", "sglang_")) or key in _ANSWERED)
+    reading.pass_over(others, "the model is loaded and answers by Luthier's own engine")
+    merged = ", with all of its adapters merged" if "adapter.merge_first" in reading.origins else ""
     does = "luthier export writes its model" if of == "export_dir" else "luthier predict has its model answer"
     reading.told.append(f"{of}: this file trains nothing; {does}{merged}")
 
@@ -103,9 +99,7 @@ def _objective(reading: Translator) -> None:
     idle = {"pref_loss", "simpo_gamma", "ld_alpha"} if stage != "dpo" else {"kto_chosen_weight", "kto_rejected_weight"}
     idle |= set() if stage in ("dpo", "kto") else {"pref_beta", "pref_ftx", "kto_chosen_weight", "kto_rejected_weight"}
     idle |= {"simpo_gamma"} if reading.take("pref_loss") != "simpo" else set()
-    for key in idle & set(reading.entries):
-        reading.take(key)
-        reading.passed[key] = "it belongs to another stage or loss"
+    reading.pass_over(idle, "it belongs to another stage or loss")
     if (bits := reading.take("ref_model_quantization_bit")) in (4, 8):
         reading.set("objective.reference.quantization", "nf4" if bits == 4 else "int8", "ref_model_quantization_bit")
 
@@ -229,8 +223,7 @@ def _precision(reading: Translator) -> None:
         reading.set("model.dtype", "bfloat16", "pure_bf16")
         reading.read |= {"bf16", "fp16"}
     for key in ("bf16", "fp16"):
-        if reading.flag(key):
-            reading.set("train.precision", key, key)
+        reading.switch("train.precision", key, key)
     if reading.take("mixed_precision") not in (None, "no", "bf16", "bf16_mixed", "fp16"):
         reading.refuse("mixed_precision", "this is no type that Luthier computes in", "write bf16: true")
     if reading.flag("fp8"):
@@ -289,10 +282,9 @@ def _optimizer(reading: Translator) -> None:
         reading.take("optim")
     for key in used[1:]:
         reading.refuse(key, f"{used[0]} names another optimizer", "keep one of them")
-    for key in [key for key in reading.entries if key.startswith(("galore_", "apollo_", "badam_"))]:
-        if key not in reading.read and not key.startswith("badam_verbose"):
-            reading.take(key)
-            reading.passed[key] = "its optimizer is not used, or adapts all linear layers as here"
+    others = (key for key in reading.entries if key.startswith(("galore_", "apollo_", "badam_")))
+    others = (key for key in others if key not in reading.read and not key.startswith("badam_verbose"))
+    reading.pass_over(others, "its optimizer is not used, or adapts all linear layers as here")
     if (warm := reading.take("warmup_steps")) in (None, 0):
         share = reading.take("warmup_ratio")
         reading.defaults |= {"warmup_ratio"} - set(reading.entries)
@@ -378,11 +370,7 @@ def _devices(reading: Translator) -> None:
     """How several processes share the model, and how long each waits for the others."""
     _ktransformers(reading)
     _megatron(reading)
-    if (path := reading.take("deepspeed")) is not None:
-        share_as_deepspeed(reading, path)
-    fsdp = reading.take("fsdp")
-    if fsdp not in (None, "", False, []):
-        reading.set("runtime.sharding", "fsdp", "fsdp")
+    read_sharing(reading)
     if (seconds := reading.take("ddp_timeout")) is not None:
         if isinstance(seconds, int | float) and seconds <= _NO_BOUND:
             reading.set("runtime.rank_timeout", seconds, "ddp_timeout")
@@ -404,8 +392,7 @@ def _folder(reading: Translator) -> None:
     if (trackers := reading.take("report_to")) is not None:
         names = [name for name in names_of(trackers) if name.lower() != "none"]
         reading.set("tracking.report_to", names, "report_to")
-    if reading.flag("use_swanlab"):
-        reading.set("tracking.report_to", ["swanlab"], "use_swanlab")
+    reading.switch("tracking.report_to", ["swanlab"], "use_swanlab")
 
 
 def _evaluation(reading: Translator) -> None:

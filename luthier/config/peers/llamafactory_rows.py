@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from luthier.config.peers.translation import Translator, config_in_cache, config_of, has_own_template, names_of
 from luthier.config.tree import Scalar
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 _SAMPLING = ("temperature", "top_p", "top_k")
 _REWARDS = {"lora": "adapter", "full": "model", "api": "url"}
@@ -101,11 +100,9 @@ def read_template(reading: Translator) -> None:
             reading.told.append(f"template: the model's own chat template is used, not a copy of it called {name}")
     if thinking is not None:
         reading.set("template.kwargs.enable_thinking", bool(thinking), "enable_thinking")
-    if reading.flag("preserve_thinking"):
-        reading.set("template.kwargs.preserve_thinking", True, "preserve_thinking")
+    reading.switch("template.kwargs.preserve_thinking", True, "preserve_thinking")
     for key, who in (("train_on_prompt", "all"), ("mask_history", "last_assistant")):
-        if reading.flag(key):
-            reading.set("template.train_on", who, key)
+        reading.switch("template.train_on", who, key)
 
 
 def _whole_videos(reading: Translator) -> None:
@@ -156,7 +153,7 @@ def _stretch(reading: Translator, most: object) -> None:
     reading.read.discard("model_name_or_path")
     config = config_of(model) or config_in_cache(model)
     named = (config.get(key) for key in ("rope_parameters", "rope_scaling"))
-    before: dict[str, Any] = next((value for value in named if isinstance(value, dict)), {})
+    before: JsonObject = next((value for value in named if isinstance(value, dict)), {})
     length = before.get("original_max_position_embeddings", config.get("max_position_embeddings"))
     if kind not in ("linear", "dynamic", "yarn", "llama3"):
         what = f"{kind} is no way to stretch positions"

@@ -21,7 +21,7 @@ from luthier.config.peers.translation import (
 )
 from luthier.config.peers.trl_rows import columns_of, train_all_parts
 from luthier.config.tree import MappingNode, plain
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 _MARKS = frozenset({"model_class", "kernel_config", "dist_config", "quant_config", "optim_config", "init_config",
                     "micro_batch_size", "cutoff_len", "batching_strategy", "sample_backend"})  # fmt: skip
@@ -40,7 +40,7 @@ def _is_its(tree: MappingNode) -> bool:
     return named and not keys & (OUR_SECTIONS - {"model"})
 
 
-def _section(reading: Translator, key: str) -> dict[str, Any]:
+def _section(reading: Translator, key: str) -> JsonObject:
     """A section of theirs; each key of it is read by whoever asks for it."""
     value = reading.take(key)
     if value is not None and (not isinstance(value, dict) or "name" not in value):
@@ -49,7 +49,7 @@ def _section(reading: Translator, key: str) -> dict[str, Any]:
     return dict(value or {})
 
 
-def _rest(reading: Translator, key: str, section: dict[str, Any]) -> None:
+def _rest(reading: Translator, key: str, section: JsonObject) -> None:
     """What is left of a section is nothing that we know."""
     for name in section:
         reading.refuse(f"{key}.{name}", "Luthier has nothing for this key", "remove the line")
@@ -61,16 +61,14 @@ def _rest(reading: Translator, key: str, section: dict[str, Any]) -> None:
 def _data(reading: Translator) -> None:
     adapter = reading.entries.get("peft_config")
     if isinstance(adapter, MappingNode) and "export_dir" in adapter.entries:
-        reading.refuse("peft_config.export_dir", "this file merges and exports a model, it trains nothing",
-                       "luthier export takes a description with train: {enabled: false}, adapter: {merge_first: DIR} "
-                       "and export: {dir: DIR}")  # fmt: skip
-        reading.is_no_run = True
+        reading.stop("peft_config.export_dir", "this file merges and exports a model, it trains nothing",
+                     "luthier export takes a description with train: {enabled: false}, adapter: {merge_first: DIR} "
+                     "and export: {dir: DIR}")  # fmt: skip
         return
     reading.fill_in("defaults")
     name = reading.take("train_dataset")
     if name is None:
-        reading.refuse("train_dataset", "no data set is named", "for example train_dataset: data/rows.yaml")
-        reading.is_no_run = True
+        reading.stop("train_dataset", "no data set is named", "for example train_dataset: data/rows.yaml")
         return
     listed, where = {"default": {"path": str(name), "source": "local" if os.path.exists(str(name)) else "hf_hub"}}, name
     if str(name).endswith((".yaml", ".yml")):
@@ -88,12 +86,12 @@ def _data(reading: Translator) -> None:
         reading.set("data.train", sources, "train_dataset")
 
 
-def _source(reading: Translator, where: str, name: str, entry: Any) -> dict[str, Any]:
+def _source(reading: Translator, where: str, name: str, entry: Any) -> JsonObject:
     """One data set of their list."""
     given = dict(entry) if isinstance(entry, dict) else {}
     path = str(given.pop("path", ""))
     if given.pop("source", "hf_hub") == "local":
-        source: dict[str, Any] = {"path": path if os.path.exists(path) else str(beside(path, where) or path)}
+        source: JsonObject = {"path": path if os.path.exists(path) else str(beside(path, where) or path)}
     else:
         source = {"path": f"hub:{path}"}
     converter = given.pop("converter", None)
@@ -111,7 +109,7 @@ def _source(reading: Translator, where: str, name: str, entry: Any) -> dict[str,
     return source
 
 
-def _objective(reading: Translator, sources: list[dict[str, Any]]) -> None:
+def _objective(reading: Translator, sources: list[JsonObject]) -> None:
     """``sft`` but for pairs, which are for ``dpo`` or ``rm``: an override says for which."""
     said = reading.take("objective")
     said = said.get("name") if isinstance(said, dict) else said
@@ -122,9 +120,8 @@ def _objective(reading: Translator, sources: list[dict[str, Any]]) -> None:
         ]
         is_reward = reading.take("model_class") == "cls"
         if pairs and not prefers and not is_reward:
-            reading.refuse("objective.name", "its rows are pairs, which could be for dpo or for rm",
-                           "add objective.name=dpo or objective.name=rm to the command")  # fmt: skip
-            reading.is_no_run = True
+            reading.stop("objective.name", "its rows are pairs, which could be for dpo or for rm",
+                         "add objective.name=dpo or objective.name=rm to the command")  # fmt: skip
             return
         said = "rm" if is_reward else "dpo" if prefers else "sft"
     reading.take("model_class")

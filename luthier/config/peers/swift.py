@@ -51,8 +51,7 @@ def _purpose(reading: Translator) -> None:
     named = said.get("name") if isinstance(said, dict) else said
     if kind in ("ppo", "grpo", "gkd"):
         what = f"swift rlhf learns by {kind} from answers drawn in the run, and that is not translated"
-        reading.refuse("rlhf_type", what, "write it as a run description of Luthier's (docs/rl.md)")
-        reading.is_no_run = True
+        reading.stop("rlhf_type", what, "write it as a run description of Luthier's (docs/rl.md)")
     elif kind not in (None, "kto", "rm", *_PAIRS):
         reading.refuse("rlhf_type", f"{kind} is no objective", f"write one of {', '.join(_PAIRS)}, kto, rm")
     elif kind is not None:
@@ -75,8 +74,7 @@ def _objective(reading: Translator) -> None:
     numbers = {key: reading.take(key) for key in ("rpo_alpha", "cpo_alpha", "simpo_gamma", "desirable_weight",
                                                   "undesirable_weight", "ref_model", "ref_adapters")}  # fmt: skip
     reading.take("loss_weights")
-    if reading.flag("enable_dft_loss"):
-        reading.set("objective.loss", "dft", "enable_dft_loss")
+    reading.switch("objective.loss", "dft", "enable_dft_loss")
     if len(losses) > 1 or (losses and kind not in ("dpo", "kto")):
         reading.refuse(
             "loss_type", f"{', '.join(losses)} is no loss for this file", "name one loss of rlhf_type: dpo or kto"
@@ -322,18 +320,10 @@ def _adapter(reading: Translator) -> None:
     if kind == "lora" and start not in (None, True, "true", "True"):
         reading.set("adapter.init_lora_weights", str(start), "init_weights")
     if kind in ("full", "llamapro"):
-        for key in (
-            "lora_rank",
-            "lora_alpha",
-            "lora_dropout",
-            "lorap_lr_ratio",
-            "modules_to_save",
-            "use_rslora",
-            "use_dora",
-        ):
-            if key in reading.entries:
-                reading.take(key)
-                reading.passed[key] = "it belongs to tuner_type: lora"
+        reading.pass_over(
+            ("lora_rank", "lora_alpha", "lora_dropout", "lorap_lr_ratio", "modules_to_save", "use_rslora", "use_dora"),
+            "it belongs to tuner_type: lora",
+        )
     if len(path) > 1:
         reading.refuse("adapters", "one adapter is gone on from", "merge the first ones by adapter.merge_first")
     elif path:
@@ -359,8 +349,7 @@ def _schedule(reading: Translator) -> None:
     steps, share = reading.take("warmup_steps"), reading.take("warmup_ratio")
     reading.set("train.warmup_steps", steps or share or 0, "warmup_steps" if steps else "warmup_ratio")
     for key, part in (("vit_lr", "tower"), ("aligner_lr", "projector")):
-        if (value := reading.take(key)) is not None:
-            reading.set(f"train.learning_rates.{part}", value, key)
+        reading.copy(f"train.learning_rates.{part}", key)
 
 
 def _run(reading: Translator) -> None:
@@ -389,8 +378,7 @@ def _run(reading: Translator) -> None:
             reading.set("eval.steps", steps or every, "eval_steps" if steps else "save_steps")
     trackers = [name for name in names_of(reading.take("report_to") or []) if name.lower() not in ("none", "all")]
     reading.set("tracking.report_to", trackers, "report_to")
-    if (name := reading.take("swanlab_exp_name")) is not None:
-        reading.set("tracking.run_name", str(name), "swanlab_exp_name")
+    reading.copy("tracking.run_name", "swanlab_exp_name", str)
 
 
 SWIFT = Peer(

@@ -22,6 +22,7 @@ from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, find
 from luthier.config.words import kinds, known_keys, schema_at
 from luthier.config.yaml_text import parse_yaml
 from luthier.errors import Problem
+from luthier.writing import JsonObject
 
 _LINES_TOLD = 9
 _ZERO = re.compile(
@@ -219,8 +220,30 @@ class Translator:
         self.tree = made
         self.origins[ours] = f"{of}'s default" if of in self.defaults else of
 
+    def copy(self, ours: str, key: str, made: Callable[[Any], object] | None = None) -> None:
+        """Our key gets the value of theirs, or what is ``made`` of it, if the file has one."""
+        if (value := self.take(key)) is not None:
+            self.set(ours, value if made is None else made(value), key)
+
+    def switch(self, ours: str, value: object, key: str) -> None:
+        """Our key gets this value if their key, which switches something, is on."""
+        if self.flag(key):
+            self.set(ours, value, key)
+
     def refuse(self, key: str, what: str, hint: str | None = None) -> None:
+        """There is a problem with a key of theirs; the rest is read on."""
         self.problems.append(Problem(where=str(self.where(key)), key=key, what=what, hint=hint))
+
+    def pass_over(self, keys: Iterable[str], why: str) -> None:
+        """Keys of theirs, those that the file has, decide nothing here."""
+        for key in [key for key in keys if key in self.entries]:
+            self.take(key)
+            self.passed[key] = why
+
+    def stop(self, key: str, what: str, hint: str | None = None) -> None:
+        """There is a problem with a key of theirs for which no run can be read out of the file."""
+        self.refuse(key, what, hint)
+        self.is_no_run = True
 
 
 def _node(value: object, where: Where) -> Node:
@@ -330,7 +353,7 @@ def has_own_template(model: str) -> bool | None:
     return isinstance(config, dict) and bool(config.get("chat_template"))
 
 
-def config_of(model: str) -> dict[str, Any]:
+def config_of(model: str) -> JsonObject:
     """The config.json of a model in a local folder; nothing for one that is elsewhere, or cannot be read."""
     try:
         found = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
@@ -339,7 +362,7 @@ def config_of(model: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def config_in_cache(model: str) -> dict[str, Any]:
+def config_in_cache(model: str) -> JsonObject:
     """The same of a model of the Hub, where it was downloaded before; nothing is asked of the network."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -357,7 +380,7 @@ def beside(path: str, name: str) -> Path | None:
     return next((start / path for start in starts if (start / path).is_file()), None)
 
 
-def mapping_beside(reading: Translator, key: str, path: object) -> dict[str, Any]:
+def mapping_beside(reading: Translator, key: str, path: object) -> JsonObject:
     """What a YAML file says that theirs names by ``key``; nothing, and a problem, where it is no mapping."""
     if (file := beside(str(path), reading.name)) is None:
         reading.refuse(key, f"there is no such file: {path}", "paths start from the current directory")
@@ -372,6 +395,14 @@ def mapping_beside(reading: Translator, key: str, path: object) -> dict[str, Any
         reading.refuse(key, f"{file} is no mapping of keys to values")
         return {}
     return {name: plain(value) for name, value in parsed.tree.entries.items()}
+
+
+def read_sharing(reading: Translator) -> None:
+    """How several processes share a model: by a file of DeepSpeed's, or by FSDP."""
+    if (settings := reading.take("deepspeed")) is not None:
+        share_as_deepspeed(reading, settings)
+    if reading.take("fsdp") not in (None, "", False, []):
+        reading.set("runtime.sharding", "fsdp", "fsdp")
 
 
 def share_as_deepspeed(reading: Translator, path: object) -> None:

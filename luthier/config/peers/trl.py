@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from luthier.config.objective import losses_of
 from luthier.config.peers.drawn import DEFAULTS, DrawnAnswers
@@ -20,11 +19,11 @@ from luthier.config.peers.translation import (
     config_of,
     mapping_beside,
     names_of,
-    share_as_deepspeed,
+    read_sharing,
 )
 from luthier.config.peers.trl_rows import evaluates, first_rows, objective_of, read_data, read_lessons, train_all_parts
 from luthier.config.tree import MappingNode, plain
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 _COMMANDS = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm"}  # TRL's command -> objective.name
 _DRAWN = ("grpo", "rloo")  # its commands that learn from answers drawn in the run
@@ -48,8 +47,7 @@ def _is_its(tree: MappingNode) -> bool:
 def _keys(reading: Translator) -> None:
     """A model, which TRL's commands need as well."""
     if reading.entries.get("model_name_or_path") is None:
-        reading.refuse("model_name_or_path", "no model is named", "add model_name_or_path=NAME to the command")
-        reading.is_no_run = True
+        reading.stop("model_name_or_path", "no model is named", "add model_name_or_path=NAME to the command")
 
 
 def _command(reading: Translator) -> None:
@@ -87,22 +85,19 @@ def _drawn_command(reading: Translator, said: str | None) -> str | None:
     for command in ("ppo", "distillation"):
         if command in marks:
             what = f"this file is for trl {command}, which learns from answers drawn in the run, and is not translated"
-            reading.refuse(marks[command], what, "write it as a run description of Luthier's (docs/rl.md)")
-            reading.is_no_run = True
+            reading.stop(marks[command], what, "write it as a run description of Luthier's (docs/rl.md)")
             return None
     if said is not None and said not in ("rl", *_DRAWN):
         if marks and said in (*_COMMANDS, *_COMMANDS.values(), "pt"):
             key = next(iter(marks.values()))
-            reading.refuse(key, f"trl {said} has no such key, it is one of trl grpo", "set objective.name=grpo")
-            reading.is_no_run = True
+            reading.stop(key, f"trl {said} has no such key, it is one of trl grpo", "set objective.name=grpo")
         return None
     named = [command for command in _DRAWN if command in marks or said == command]
     named += ["grpo"] if not named and marks and "loss_type" in reading.entries else []
     if len(named) == 1 or (not marks and said is None):
         return next(iter(named), None)
-    reading.refuse("objective.name", "this file could be for trl grpo or trl rloo: it does not say which",
-                   "add objective.name=grpo or objective.name=rloo to the command")  # fmt: skip
-    reading.is_no_run = True
+    reading.stop("objective.name", "this file could be for trl grpo or trl rloo: it does not say which",
+                 "add objective.name=grpo or objective.name=rloo to the command")  # fmt: skip
     return None
 
 
@@ -111,14 +106,12 @@ def _checked(reading: Translator, said: str) -> str | None:
     command = {"pt": "sft", "rm": "reward"}.get(said, said)
     if command not in _COMMANDS:
         what = f"{said} is no objective of a file of TRL's"
-        reading.refuse("objective.name", what, "write sft, dpo, kto, rm, grpo or rloo")
-        reading.is_no_run = True
+        reading.stop("objective.name", what, "write sft, dpo, kto, rm, grpo or rloo")
         return None
     for key, commands in _owners(reading).items():
         if command not in commands:
             what = f"trl {command} has no such key, it is one of {_all_of(commands)}"
-            reading.refuse(key, what, f"remove the line, or set objective.name={_COMMANDS[commands[0]]}")
-            reading.is_no_run = True
+            reading.stop(key, what, f"remove the line, or set objective.name={_COMMANDS[commands[0]]}")
     return command if not reading.is_no_run else None
 
 
@@ -185,8 +178,7 @@ def _losses(reading: Translator) -> None:
         if smooth:
             reading.set("objective.label_smoothing", smooth, "label_smoothing_factor")
     elif objective == "kto":
-        if (loss_type := reading.take("loss_type")) is not None:
-            reading.set("objective.loss", str(loss_type), "loss_type")
+        reading.copy("objective.loss", "loss_type", str)
         if reading.flag("precompute_ref_log_probs"):
             reading.passed["precompute_ref_log_probs"] = "KTO's reference answers other rows in each epoch"
     elif objective == "dpo":
@@ -195,8 +187,7 @@ def _losses(reading: Translator) -> None:
         _answers(reading)
     if smooth and objective not in ("sft", "pt"):
         reading.passed["label_smoothing_factor"] = "TRL reads it for trl sft alone"
-    if reading.flag("use_liger_loss"):
-        reading.set("train.head_kernel", "liger", "use_liger_loss")
+    reading.switch("train.head_kernel", "liger", "use_liger_loss")
     disabled = reading.take("disable_dropout")
     if objective not in ("sft", "pt") and disabled in (None, True):
         reading.defaults |= {"disable_dropout"} - set(reading.entries)
@@ -254,10 +245,8 @@ def _dpo(reading: Translator) -> None:
             f"loss_weights: the whole loss is divided by {total:g}, which leaves Adam's steps as they are"
         )
     _divergence(reading, next(iter(mixed)) if len(mixed) == 1 else "mpo")
-    if reading.flag("precompute_ref_log_probs"):
-        reading.set("objective.reference.source", "precomputed", "precompute_ref_log_probs")
-    if reading.flag("reference_free"):
-        reading.set("objective.reference.source", "none", "reference_free")
+    reading.switch("objective.reference.source", "precomputed", "precompute_ref_log_probs")
+    reading.switch("objective.reference.source", "none", "reference_free")
 
 
 def _divergence(reading: Translator, loss: str) -> None:
@@ -325,7 +314,7 @@ def _model(reading: Translator) -> None:
         reading.set("model.quantization.type", "int8", "load_in_8bit")
 
 
-def _mapping(reading: Translator, key: str) -> dict[str, Any]:
+def _mapping(reading: Translator, key: str) -> JsonObject:
     """A mapping, or the JSON text of one, as TRL takes both."""
     value = reading.take(key)
     if isinstance(value, str):
@@ -345,9 +334,7 @@ def _adapter(reading: Translator) -> None:
     if not reading.flag("use_peft"):
         reading.defaults |= {"use_peft"} - set(reading.entries)
         reading.set("adapter.type", "full", "use_peft")
-        for key in (key for key in keys if key in reading.entries):
-            reading.take(key)
-            reading.passed[key] = "use_peft is false"
+        reading.pass_over(keys, "use_peft is false")
         return
     reading.fill_in("defaults", "lora")
     reading.set("adapter.type", "lora", "use_peft")
@@ -363,8 +350,7 @@ def _adapter(reading: Translator) -> None:
         )
     reading.set("adapter.target_modules", names_of(targets), "lora_target_modules")
     reading.read.discard("lora_target_parameters")
-    if (whole := reading.take("lora_modules_to_save")) is not None:
-        reading.set("adapter.modules_to_save", names_of(whole), "lora_modules_to_save")
+    reading.copy("adapter.modules_to_save", "lora_modules_to_save", names_of)
     if "adapter.lora_dropout" not in reading.origins:
         reading.set("adapter.lora_dropout", reading.take("lora_dropout"), "lora_dropout")
 
@@ -376,8 +362,7 @@ def _memory(reading: Translator) -> None:
     if reading.take("bf16") is False and not reading.flag("fp16"):
         reading.set("train.precision", "fp32", "bf16")
     for key in ("fp16", "bf16"):
-        if reading.flag(key):
-            reading.set("train.precision", key, key)
+        reading.switch("train.precision", key, key)
     renamed, recomputes = reading.take("activation_checkpointing"), reading.flag("gradient_checkpointing")
     of = "gradient_checkpointing" if renamed is None else "activation_checkpointing"
     recomputes = recomputes if renamed is None else reading.flag(of)
@@ -410,17 +395,12 @@ def _devices(reading: Translator) -> None:
     """How several processes share the model. Luthier is started by torchrun, which says how many there are."""
     if (launch := reading.take("accelerate_config")) is not None:
         reading.set("runtime.sharding", "fsdp" if _shares(reading, launch) else "none", "accelerate_config")
-    if (settings := reading.take("deepspeed")) is not None:
-        share_as_deepspeed(reading, settings)
-    fsdp = reading.take("fsdp")
-    if fsdp not in (None, "", False, []):
-        reading.set("runtime.sharding", "fsdp", "fsdp")
+    read_sharing(reading)
     processes, started = reading.take("num_processes"), os.environ.get("WORLD_SIZE", "1")
     if processes is not None and str(processes) != started:
         reading.told.append(f"num_processes: this is {started} of {processes}; start them all by torchrun "
                             f" --nproc-per-node {processes} -m luthier train {reading.name}")  # fmt: skip
-    if (seconds := reading.take("ddp_timeout")) is not None:
-        reading.set("runtime.rank_timeout", seconds, "ddp_timeout")
+    reading.copy("runtime.rank_timeout", "ddp_timeout")
 
 
 def _shares(reading: Translator, launch: object) -> bool:

@@ -22,7 +22,7 @@ import pyarrow.parquet
 from luthier.config.peers.drawn import DEFAULTS
 from luthier.config.peers.translation import Translator, config_of, names_of
 from luthier.config.tree import plain
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 _BUILDERS = ("json", "csv", "parquet", "text", "arrow")  # what TRL names in place of a data set, beside data_files
 _SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
@@ -115,7 +115,7 @@ def evaluates(reading: Translator) -> bool:
     return str(reading.take("eval_strategy") or "no").lower() not in ("no", "false")
 
 
-def sources_of(reading: Translator) -> list[dict[str, Any]]:
+def sources_of(reading: Translator) -> list[JsonObject]:
     """The training sets that are read so far, as we write them."""
     found: Any = plain(reading.tree)
     return list(found.get("data", {}).get("train", ()))
@@ -151,8 +151,7 @@ def read_data(reading: Translator) -> None:
         reading.refuse("dataset_name", "no data set is named", "for example dataset_name: OWNER/NAME, or a file")
     else:
         _named(reading, str(name))
-    if (held_out := reading.take("test_split_size")) is not None:
-        reading.set("data.eval_split", held_out, "test_split_size")
+    reading.copy("data.eval_split", "test_split_size")
     reading.read |= {"streaming", "dataset_text_field"}
 
 
@@ -173,7 +172,7 @@ def _named(reading: Translator, name: str) -> None:
 
 def _mixture(reading: Translator, mixture: object) -> None:
     listed = mixture if isinstance(mixture, list) else [mixture]
-    sources: list[dict[str, Any]] = []
+    sources: list[JsonObject] = []
     places: list[str] = []
     shares = [entry.get("fraction") for entry in listed if isinstance(entry, dict)]
     for index, entry in enumerate(listed):
@@ -233,11 +232,11 @@ def _rows_of(given: Mapping[str, Any]) -> RowColumns | None:
     return columns_of(str(given["path"]), split) if _is_local(str(given["path"])) else None
 
 
-def _source(reading: Translator, given: Mapping[str, Any]) -> dict[str, Any]:
+def _source(reading: Translator, given: Mapping[str, Any]) -> JsonObject:
     """One data set as we write it, with what TRL does by the columns of its rows."""
     path, split = str(given["path"]), str(given.get("split") or "train")
     local, rows = _is_local(path), _rows_of(given)
-    source: dict[str, Any] = {"path": path if local else f"hub:{path}"}
+    source: JsonObject = {"path": path if local else f"hub:{path}"}
     if local and (cut := _SLICE.fullmatch(split)):
         split, source["first_rows"] = cut[1], int(cut[2])
     if split != "train" and not os.path.isfile(path):

@@ -41,6 +41,7 @@ from luthier.sources.formats.turns import (
     split_thinking,
 )
 from luthier.sources.rows import RawRow, decode_text, json_kind, refuse_unreadable
+from luthier.writing import JsonObject
 
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")
 _SIGNED = re.compile(r"-?[0-9]{1,9}(\.[0-9]{1,20})?")
@@ -57,7 +58,7 @@ class Reading:
     """A row, its layout and its media. ``field`` of the errors is the file's name of the column, not ours."""
 
     def __init__(self, row: RawRow, layout: Layout, slots: FindSlots | None = None) -> None:
-        self.data: dict[str, Any] = row.data
+        self.data: JsonObject = row.data
         self.columns = layout.columns
         self.layout = layout
         self.address: Address = row.address
@@ -247,7 +248,7 @@ class Reading:
         detail = f"the expected answer is text or a number, this is {json_kind(value)}"
         raise RowError("bad_content", detail, field=self.field("expected"))
 
-    def _columns_for_rewards(self) -> dict[str, Any]:
+    def _columns_for_rewards(self) -> JsonObject:
         """All of the row but the conversation itself."""
         taken = {self.columns[name] for name in _OF_THE_CONVERSATION if name in self.columns}
         return {name: value for name, value in self.data.items() if name not in taken}

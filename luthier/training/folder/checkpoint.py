@@ -38,7 +38,7 @@ from luthier.training.folder.state import (
     read_state,
     unreadable,
 )
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 2
@@ -284,8 +284,8 @@ class _TrainerState(msgspec.Struct):
 
     global_step: int
     max_steps: int
-    log_history: list[dict[str, Any]]
-    stateful_callbacks: dict[str, Any]
+    log_history: list[JsonObject]
+    stateful_callbacks: JsonObject
     epoch: float | None
     best_metric: float | None
     best_global_step: int | None

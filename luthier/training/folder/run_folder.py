@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,7 +23,7 @@ from luthier.training.folder.staging import FILES
 from luthier.training.folder.state import has_state
 from luthier.training.report.events import EventListener, Note
 from luthier.training.report.result import LOG_FILE, RESULT_FILE
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 RUN_CONFIG = "run_config.json"
 MODEL_FOLDER, MERGED_FOLDER, INITIAL_ADAPTER = "model", "merged", "initial_adapter"
@@ -246,7 +245,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
 class LostRows:
     """Those of one run, of all that it went on from too. Every rank adds its own to one file, a line at a time."""
 
-    def __init__(self, folder: Path, ledger: dict[str, Any], *, max_drop: float, tell: EventListener) -> None:
+    def __init__(self, folder: Path, ledger: JsonObject, *, max_drop: float, tell: EventListener) -> None:
         """``ledger`` is that of the training rows, as JSON, ``max_drop`` as in `Ledger.check`."""
         self.path = folder / LOST_FILE
         self._ledger = Ledger.from_json(ledger) if ledger else None  # segments from memory have none

@@ -12,7 +12,6 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,7 @@ from luthier.sources.formats.turns import message_row
 from luthier.training.generate import Question
 from luthier.training.rollouts.answer_groups import Fate
 from luthier.training.rollouts.trajectories import Trajectory
-from luthier.writing import write_text
+from luthier.writing import JsonObject, write_text
 
 FOLDER = "rollouts"  # in the run's folder: a file of answers for each step
 
@@ -86,7 +85,7 @@ def remove_other_ranks(folder: Path, step: int, size: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def ledger_of_answers(folder: Path, num_steps: int) -> dict[str, Any]:
+def ledger_of_answers(folder: Path, num_steps: int) -> JsonObject:
     """What became of every answer that was asked for in the first steps of a run: ``sampled`` = ``trained`` +
     ``no_signal`` + ``dropped``, by reason. ``waiting`` are those that were drawn for steps which did not come, and
     ``steps_without_counts`` finished steps whose file is lost. Nothing, where no step has any."""
@@ -101,7 +100,7 @@ def ledger_of_answers(folder: Path, num_steps: int) -> dict[str, Any]:
         fates.update(found)
     if not counted and not waiting:
         return {}
-    told: dict[str, Any] = {"sampled": fates.total(), "trained": fates.pop(Fate.TRAINED, 0)}
+    told: JsonObject = {"sampled": fates.total(), "trained": fates.pop(Fate.TRAINED, 0)}
     told |= {"no_signal": fates.pop(Fate.NO_SIGNAL, 0), "dropped": dict(fates.most_common())}
     told |= {"waiting": waiting, "steps_without_counts": num_steps - len(counted)}
     assert told["sampled"] == told["trained"] + told["no_signal"] + fates.total(), told

@@ -16,6 +16,7 @@ from luthier.objectives.measures import Measures, measure
 from luthier.objectives.policy_losses import GapNumbers, GapSums
 from luthier.records import Batch
 from luthier.training.losses.step_losses import Reduce, Tell
+from luthier.writing import JsonObject
 
 GAP = "gap"
 NUMBERS = {  # names of measures, and which of `GapNumbers` they are
@@ -105,7 +106,7 @@ class GapWatch:
         values = {name: torch.tensor([getattr(found, field)]) for name, field in NUMBERS.items()}
         return {name: measure(value.to(self.forward.device)) for name, value in values.items()}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """The gap of the first canaries."""
         return {} if self._expected is None else {"first_gap": self._expected}
 

@@ -15,6 +15,7 @@ from luthier.engines.engine import Completion, Finish
 from luthier.training.folder.checkpoint import read_json, taking_over
 from luthier.training.folder.staging import FILES
 from luthier.training.rollouts.trajectories import ModelCall, Trajectory
+from luthier.writing import JsonObject
 
 _FILE, _FILES = "rollouts_{rank}.json", "rollouts_*.json"  # one for each rank
 
@@ -50,7 +51,7 @@ def read_kept(folder: Path, *, updates: int) -> Kept:
     found: Kept = {}
     for path in sorted(folder.glob(_FILES)):
         with taking_over(folder, path.name):
-            there: dict[str, Any] = read_json(path)
+            there: JsonObject = read_json(path)
             if there["updates"] != updates:
                 return {}
             for step, by_name in there["steps"].items():
@@ -60,7 +61,7 @@ def read_kept(folder: Path, *, updates: int) -> Kept:
     return found
 
 
-def _to_json(one: KeptAnswer) -> dict[str, Any]:
+def _to_json(one: KeptAnswer) -> JsonObject:
     # a float32 as JSON is the number to its last digit; messages are told in the log of answers, and not learned from
     calls = [
         {
