@@ -420,8 +420,7 @@ def _train_prepared(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tell
 
 def _train_meanwhile(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tell: Listener) -> Report:
     """Train while another process prepares the rows."""
-    from luthier.loader.feed import Feed, FeedReader, feed_folder
-    from luthier.loader.feed_files import FeedJob
+    from luthier.loader.feed import Feed, FeedJob, FeedReader, feed_folder
     from luthier.training.folder.run_folder import place_to_feed
 
     job = FeedJob(config=run, folder=(folder := feed_folder(run)), after=place_to_feed(run))

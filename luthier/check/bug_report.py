@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from luthier import __version__
+from luthier.config.machine import usable_cores
 
 PACKAGES = (
     "torch", "transformers", "tokenizers", "accelerate", "peft", "datasets", "huggingface-hub", "safetensors",
@@ -53,7 +54,7 @@ def environment() -> Environment:
         platform=platform.platform(),
         cpu=_cpu_name(),
         cpu_count=os.cpu_count() or 1,
-        usable_cpus=_usable_cpus(),
+        usable_cpus=usable_cores(),
         memory_bytes=_physical_memory(),
         memory_limit_bytes=_memory_limit(),
         cuda=cuda,
@@ -68,11 +69,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _usable_cpus() -> int:
-    # not on macOS and Windows
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_name() -> str:

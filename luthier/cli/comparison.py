@@ -81,7 +81,7 @@ def diff(
             from luthier.check.diff.terminal import diff_html
 
             write_text(html, diff_html(found))
-            output.console.print(f"[dim]page in[/] {html}", highlight=False)
+            output.tell_place("page", html)
         output.emit(_as_json(found))
     if found.num_different:
         raise typer.Exit(EXIT_UNTRUE)
@@ -127,7 +127,7 @@ def compare(
         output.console.print(told + (left_out if found.left_out else ""), highlight=False)
         if html is not None:
             write_text(html, comparison_page(found))
-            output.console.print(f"[dim]page in[/] {html}", highlight=False)
+            output.tell_place("page", html)
         output.emit(comparison_facts(found))
 
 

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from luthier import __version__
 from luthier.cli.output import JsonTarget, reporting
 from luthier.cli.pipeline import ConfigFile, Overrides
 from luthier.cli.training import train_and_tell
-from luthier.terminal import stderr_terminal
+from luthier.terminal import facts_table, stderr_terminal
 from luthier.writing import counted, printable, to_json, write_text
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def schema(
         typer.echo(text)
         return
     write_text(out, text + "\n")
-    stderr_terminal().print(f"[dim]schema in[/] {out}", highlight=False)
+    stderr_terminal().print(Text.assemble(("schema in", "dim"), f" {out}"))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -122,15 +123,15 @@ def env(json: JsonTarget = None) -> None:
 
 
 def _table(found: Environment) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    table.add_row("luthier", found.luthier)
-    table.add_row("python", found.python)
-    table.add_row("platform", found.platform)
-    table.add_row("cpu", f"{found.cpu}, {counted(found.cpu_count, 'core')}, {found.usable_cpus} usable")
-    table.add_row("memory", _memory(found))
-    table.add_row("cuda", found.cuda or "none")
+    facts = [
+        ("luthier", found.luthier),
+        ("python", found.python),
+        ("platform", found.platform),
+        ("cpu", f"{found.cpu}, {counted(found.cpu_count, 'core')}, {found.usable_cpus} usable"),
+        ("memory", _memory(found)),
+        ("cuda", found.cuda or "none"),
+    ]
+    table = facts_table(facts, gap=2)
     for gpu in found.gpus:
         table.add_row("gpu", f"{gpu.name}, {gpu.memory_bytes / 2**30:.1f} GiB, capability {gpu.capability}")
     if found.gpu_note is not None:

@@ -157,7 +157,7 @@ def export(  # noqa: PLR0913
                 console.print("[bold red]not exported[/]: what was written is not the trained model, and is gone again")
             else:
                 unproven = "" if proof else " [yellow](not proven)[/]"
-                console.print(f"[dim]model in[/] {done.folder}{unproven}")
+                console.print(f"[dim]model in[/] {escape(str(done.folder))}{unproven}")
             output.emit(done.to_json())
             ok = done.ok
     if not ok:

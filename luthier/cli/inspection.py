@@ -203,7 +203,7 @@ def show(  # noqa: PLR0913
             )
         _print_rows(shown, output)
         if html is not None:
-            output.console.print(f"[dim]page in[/] {html}", highlight=False)
+            output.tell_place("page", html)
         output.emit({"facts": shown.facts, "rows": msgspec.to_builtins(shown.rows), "findings": shown.findings})
     if shown.findings:
         raise typer.Exit(EXIT_UNTRUE)
@@ -245,7 +245,7 @@ def _show_rollouts(
         output.console.print(groups_text(groups))
         if html is not None:
             write_text(html, groups_page(groups, title=run.name))
-            output.console.print(f"[dim]page in[/] {html}", highlight=False)
+            output.tell_place("page", html)
         output.emit({"groups": msgspec.to_builtins(groups)})
 
 

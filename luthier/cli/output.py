@@ -60,7 +60,11 @@ class Output:
             print(to_json(data), file=self.json_stream, flush=True)
         else:
             write_text(Path(self.json_target), to_json(data) + "\n")
-            self.console.print(Text.assemble(("JSON in", "dim"), f" {self.json_target}"))
+            self.tell_place("JSON", self.json_target)
+
+    def tell_place(self, what: str, path: Path | str) -> None:
+        """Say where a result is: ``page in diff.html``."""
+        self.console.print(Text.assemble((f"{what} in", "dim"), f" {path}"))
 
 
 @contextlib.contextmanager

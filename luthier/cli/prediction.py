@@ -133,7 +133,7 @@ def predict(  # noqa: PLR0913
         if found.metrics["not_installed"]:
             names = ", ".join(found.metrics["not_installed"])
             console.print(f"[yellow]not measured, as their packages are not installed: {names}[/]")
-        console.print(f"[dim]answers in[/] {found.predictions}")
+        output.tell_place("answers", found.predictions)
         output.emit({"folder": str(found.folder), **found.metrics})
 
 
@@ -182,7 +182,7 @@ def evaluate(
         told.console.print(table)
         if output is not None:
             write_text(output, to_json(found) + "\n")
-            told.console.print(f"[dim]results in[/] {output}", highlight=False)
+            told.tell_place("results", output)
         told.emit(found)
 
 

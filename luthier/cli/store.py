@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from luthier.cli.output import EXIT_UNTRUE, JsonTarget, reporting
+from luthier.terminal import plain_table
 from luthier.writing import counted
 
 if TYPE_CHECKING:
@@ -146,9 +147,8 @@ def export(
 
 
 def _table(stores: list[StoreInfo]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("store", "made for", "samples", "tokens", "size", "last use"):
-        table.add_column(name, justify="right" if name in ("samples", "tokens", "size") else "left")
+    numbers = [Column(name, justify="right") for name in ("samples", "tokens", "size")]
+    table = plain_table("store", "made for", *numbers, "last use", gap=2)
     for info in stores:
         made_for = str(info.about.get("model") or info.about.get("tokenizer") or "")
         when = "in use" if info.in_use else time.strftime("%Y-%m-%d %H:%M", time.localtime(info.last_use))

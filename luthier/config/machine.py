@@ -290,6 +290,7 @@ def check_processes(draft: Draft) -> list[Problem]:
 
 def usable_cores() -> int:
     """Cores that this process may use, which in a container are fewer than there are."""
+    # macOS and Windows cannot say
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,6 +1,14 @@
 """The feed as training sees it: a process that resolves rows ahead of training.
 
-Any number of processes may read what it leaves (`luthier.loader.feed_files`); the one that started it ends it.
+Any number of processes may read what it leaves; the one that started it ends it.
+
+    <folder>/facts.json         rows of each source, written first
+    <folder>/eval-00000.bin     portions of the held-out rows
+    <folder>/train-00000.bin    portions of the training rows, in the order in which they are needed
+    <folder>/failed.json        why the feed had to stop
+    <folder>/alive              a number that grows every `BEAT_SECONDS`, for readers that cannot see the process
+
+A file appears under its name when it is whole.
 """
 
 from __future__ import annotations
@@ -17,7 +25,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -32,18 +40,110 @@ from luthier.config.choices import MixtureBy
 from luthier.config.inputs import MediaCache
 from luthier.config.schema import Packing, RunConfig, SourceConfig
 from luthier.encoding.encoder import Encoder
-from luthier.errors import SourceError, StoreError, UserError
-from luthier.loader import feed_files
+from luthier.errors import BudgetError, ModelError, SourceError, StoreError, TemplateError, TokenizerError, UserError
 from luthier.loader.settings import mixture_of, units_of
 from luthier.packing.order import EpochOrder, RowOrder, hold_out_part
 from luthier.preparation.prepare import QUARANTINE_FILE
-from luthier.preparation.prepared import Quarantine, empty_side, num_held_out
+from luthier.preparation.prepared import Quarantine, SourceInfo, empty_side, num_held_out
 from luthier.preparation.resolver import ResolvedPortion, resolve_portions
 from luthier.sources import RowIndex, Source, open_sources, resolve_sources
 from luthier.sources.files import find_files
+from luthier.store.disk import Disk
 from luthier.store.manifest import FEEDS, SPOOL
 from luthier.store.shard_reader import store_gone
 from luthier.store.store import store_folder
+
+FACTS, FAILED, ALIVE = "facts.json", "failed.json", "alive"
+BEAT_SECONDS = 2.0
+_KINDS: dict[str, type[UserError]] = {
+    kind.__name__: kind for kind in (SourceError, TemplateError, TokenizerError, ModelError, StoreError, BudgetError)
+}
+
+
+class FeedFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known before the first row that is trained on is read. ``identity`` covers the files as they were found.
+
+    num_tried      so many of the rows in `packing.order.hold_out_part` were looked at for evaluation
+    num_eval_rows  those of them that are not lost, or those of the evaluation's own sources
+    """
+
+    num_rows: list[int]
+    names: list[str]
+    weights: list[float]
+    eval_names: list[str]
+    eval_weights: list[float]
+    num_eval_portions: int
+    num_eval_rows: int
+    num_tried: int
+    identity: str
+    encoder: str
+
+    @property
+    def sources(self) -> tuple[SourceInfo, ...]:
+        return _sources(self.names, self.weights)
+
+    @property
+    def eval_sources(self) -> tuple[SourceInfo, ...]:
+        """The evaluation sources; none where rows of the training sources are held out."""
+        return _sources(self.eval_names, self.eval_weights)
+
+
+def _sources(names: list[str], weights: list[float]) -> tuple[SourceInfo, ...]:
+    return tuple(SourceInfo(name=name, weight=weight) for name, weight in zip(names, weights, strict=True))
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a feed stopped. ``kind`` is the name of a class in `luthier.errors`."""
+
+    kind: str
+    message: str
+    hint: str | None = None
+    key: str | None = None
+    path: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """An error as another process can raise it again."""
+        if isinstance(error, UserError):
+            path = error.path if isinstance(error, SourceError) else None
+            kind = type(error).__name__
+            return cls(kind=kind, message=error.message, hint=error.hint, key=error.key, path=path)
+        return cls(kind="UserError", message=f"preparing rows failed: {type(error).__name__}: {error}")
+
+    def error(self) -> UserError:
+        error = _KINDS.get(self.kind, UserError)(self.message, hint=self.hint, key=self.key)
+        if isinstance(error, SourceError):
+            error.path = self.path
+        return error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedPlace:
+    """A place in a run's orders: of an ``epoch`` the rows from ``position`` on are needed next, and those ``before``
+    it at some positions, which wait in a window."""
+
+    epoch: int
+    position: int
+    before: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedJob:
+    """What a feed is to do. ``after``: the place of a run that goes on, whose next rows are handed over first."""
+
+    config: RunConfig
+    folder: Path
+    after: FeedPlace | None = None
+
+
+def portion_file(kind: str, number: int) -> str:
+    return f"{kind}-{number:05}.bin"
+
+
+def publish(path: Path, content: bytes) -> None:
+    """Write a file at once or not at all; after a power cut nobody reads it. Raises `StoreError`."""
+    Disk().publish(path, [content], durable=False)
+
 
 SHORTEST_WAIT, LONGEST_WAIT = 0.002, 0.05  # seconds between two looks
 SECONDS_WITHOUT_SIGN = 60.0  # of a feed that another machine has started: thirty of its beats
@@ -60,18 +160,18 @@ class FeedReader:
         self.folder = folder
         self._alive = alive
         self._sign: tuple[bytes | None, float] | None = None  # the last one, and when it was seen first
-        self._facts: feed_files.FeedFacts | None = None
+        self._facts: FeedFacts | None = None
 
-    def facts(self) -> feed_files.FeedFacts:
+    def facts(self) -> FeedFacts:
         """Waits for them. Raises what stopped the feed."""
         if self._facts is None:
-            self._facts = msgspec.json.decode(self._wait_for(feed_files.FACTS), type=feed_files.FeedFacts)
+            self._facts = msgspec.json.decode(self._wait_for(FACTS), type=FeedFacts)
         return self._facts
 
     def portions(self, kind: str, count: int | None = None) -> Iterator[ResolvedPortion]:
         """The portions of ``eval`` or ``train``, each when it is there. Raises what stopped the feed."""
         numbers = itertools.count() if count is None else range(count)
-        return (ResolvedPortion.from_bytes(self._wait_for(feed_files.portion_file(kind, number))) for number in numbers)
+        return (ResolvedPortion.from_bytes(self._wait_for(portion_file(kind, number))) for number in numbers)
 
     def _wait_for(self, name: str) -> bytes:
         path, wait = self.folder / name, SHORTEST_WAIT
@@ -80,9 +180,9 @@ class FeedReader:
             is_alive = self._gives_signs() if self._alive is None else self._alive()
             if path.exists():
                 return path.read_bytes()
-            failed = self.folder / feed_files.FAILED
+            failed = self.folder / FAILED
             if failed.exists():
-                raise msgspec.json.decode(failed.read_bytes(), type=feed_files.Failure).error()
+                raise msgspec.json.decode(failed.read_bytes(), type=Failure).error()
             if self._alive is not None and not self.folder.is_dir():  # who started the feed has made its folder
                 raise store_gone(self.folder)
             if not is_alive and self._alive is None:
@@ -97,7 +197,7 @@ class FeedReader:
 
     def _gives_signs(self) -> bool:
         try:
-            sign = (self.folder / feed_files.ALIVE).read_bytes()
+            sign = (self.folder / ALIVE).read_bytes()
         except OSError:
             sign = None
         now = time.monotonic()
@@ -118,7 +218,7 @@ class FeedReader:
 class Feed:
     """A feed of this process. Use it in a ``with`` block, or `close` it."""
 
-    def __init__(self, job: feed_files.FeedJob, process: SpawnProcess, lifeline: Connection) -> None:
+    def __init__(self, job: FeedJob, process: SpawnProcess, lifeline: Connection) -> None:
         """Use `Feed.start`."""
         self.job = job
         self.reader = FeedReader(job.folder, alive=process.is_alive)
@@ -126,7 +226,7 @@ class Feed:
         self._lifeline = lifeline
 
     @classmethod
-    def start(cls, job: feed_files.FeedJob) -> Self:
+    def start(cls, job: FeedJob) -> Self:
         """Start the process. It ends when this one does."""
         shutil.rmtree(job.folder, ignore_errors=True)
         job.folder.mkdir(parents=True)
@@ -202,7 +302,7 @@ PORTIONS_IN_HASTE, NICENESS = 3, 10
 MOST_PORTIONS = 500  # of a run: each is a shard of the store
 
 
-def run_feed(job: feed_files.FeedJob, lifeline: Connection) -> None:
+def run_feed(job: FeedJob, lifeline: Connection) -> None:
     """The process's life. What stops it is written down for the readers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     feeding = _Feeding(job)
@@ -213,11 +313,11 @@ def run_feed(job: feed_files.FeedJob, lifeline: Connection) -> None:
         if not isinstance(error, UserError):
             traceback.print_exc()
         with suppress(StoreError):  # without the folder, which the readers then tell
-            feed_files.publish(job.folder / feed_files.FAILED, msgspec.json.encode(feed_files.Failure.of(error)))
+            publish(job.folder / FAILED, msgspec.json.encode(Failure.of(error)))
 
 
 class _Feeding:
-    def __init__(self, job: feed_files.FeedJob) -> None:
+    def __init__(self, job: FeedJob) -> None:
         self.config = config = job.config
         self.folder, self.after = job.folder, job.after
         self.num_handed, self.num_files = Counter[str](), Counter[str]()  # portions of each kind, and their files
@@ -230,7 +330,7 @@ class _Feeding:
         beats = itertools.count()
         with suppress(EOFError, OSError):
             self._beat(next(beats))
-            while not lifeline.poll(feed_files.BEAT_SECONDS):
+            while not lifeline.poll(BEAT_SECONDS):
                 self._beat(next(beats))
             lifeline.recv_bytes()
         self.stop.set()
@@ -240,7 +340,7 @@ class _Feeding:
 
     def _beat(self, number: int) -> None:
         with suppress(StoreError):  # what cannot be written will be told of a portion
-            feed_files.publish(self.folder / feed_files.ALIVE, str(number).encode())
+            publish(self.folder / ALIVE, str(number).encode())
 
     def run(self) -> None:
         config = self.config
@@ -303,7 +403,7 @@ class _Feeding:
         evaluation: Sequence[Source],
     ) -> None:
         identity = hashlib.sha256("\0".join(index.identity for index in indexes).encode()).hexdigest()
-        facts = feed_files.FeedFacts(
+        facts = FeedFacts(
             num_rows=[len(index) for index in indexes],
             names=[source.name for source in sources],
             weights=[source.config.weight for source in sources],
@@ -315,7 +415,7 @@ class _Feeding:
             identity=identity,
             encoder=self.encoder.fingerprint,
         )
-        feed_files.publish(self.folder / feed_files.FACTS, msgspec.json.encode(facts))
+        publish(self.folder / FACTS, msgspec.json.encode(facts))
 
     def _resolve(
         self, kind: str, sources: Sequence[Source], indexes: Sequence[RowIndex], portions: Iterator[Ints]
@@ -351,16 +451,16 @@ class _Feeding:
     def _hand_over(self, kind: str, portion: ResolvedPortion) -> None:
         for row in portion.lost:
             self.quarantine.add(row.error, split=kind, raw=row.raw)
-        feed_files.publish(self.folder / feed_files.portion_file(kind, self.num_handed[kind]), portion.to_bytes())
+        publish(self.folder / portion_file(kind, self.num_handed[kind]), portion.to_bytes())
         self.num_handed[kind] += 1
 
 
-def needed_portions(order: RowOrder, after: feed_files.FeedPlace | None = None) -> Iterator[Ints]:
+def needed_portions(order: RowOrder, after: FeedPlace | None = None) -> Iterator[Ints]:
     """All rows to train on, each once, in the order in which a run needs them that begins, or goes on ``after`` a
     place. A few at first, then more. What is remembered is a byte a row."""
     largest, size = max(PORTION, order.num_rows // MOST_PORTIONS), FIRST_PORTION
     gathered, number = [], 0
-    for rows in _once_each(order, after or feed_files.FeedPlace(epoch=0, position=0)):
+    for rows in _once_each(order, after or FeedPlace(epoch=0, position=0)):
         gathered.append(rows)
         number += len(rows)
         while number >= size:
@@ -372,7 +472,7 @@ def needed_portions(order: RowOrder, after: feed_files.FeedPlace | None = None) 
         yield np.concatenate(gathered)
 
 
-def _once_each(order: RowOrder, after: feed_files.FeedPlace) -> Iterator[Ints]:
+def _once_each(order: RowOrder, after: FeedPlace) -> Iterator[Ints]:
     seen = np.zeros(order.num_rows, dtype=np.bool_)
     seen[order.held_out] = True
     here, following = order.epoch(after.epoch), order.epoch(after.epoch + 1) if after.position else None

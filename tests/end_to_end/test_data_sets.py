@@ -12,8 +12,7 @@ import torch
 from luthier.config.loading import load_config_text
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.loader.feed import Feed, feed_folder
-from luthier.loader.feed_files import FeedJob
+from luthier.loader.feed import Feed, FeedJob, feed_folder
 from luthier.preparation.prepare import prepare
 from luthier.presets.datasets import dataset_rows
 from luthier.training.data import open_live_data

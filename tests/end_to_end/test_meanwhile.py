@@ -17,8 +17,7 @@ from luthier.config.loading import load_config
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import BudgetError, CheckpointError, SourceError
-from luthier.loader.feed import Feed, feed_folder, prepares_meanwhile
-from luthier.loader.feed_files import FeedJob
+from luthier.loader.feed import Feed, FeedJob, feed_folder, prepares_meanwhile
 from luthier.loader.plan import StreamPlan
 from luthier.presets.datasets import dataset_rows
 from luthier.records import Address

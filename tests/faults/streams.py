@@ -19,8 +19,7 @@ from luthier.collation import CollateSettings
 from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, Overflow, Packing, RunConfig, TrainConfig
 from luthier.ledger import Ledger
 from luthier.loader import feed
-from luthier.loader.feed import FeedReader, run_feed
-from luthier.loader.feed_files import FeedJob
+from luthier.loader.feed import FeedJob, FeedReader, run_feed
 from luthier.loader.loader import Loader
 from luthier.loader.numbered_rows import ArrivalSettings, ArrivingRows
 from luthier.loader.plan import StreamPlan

@@ -11,8 +11,7 @@ import pytest
 
 from luthier.errors import StoreError, UserError
 from luthier.loader import feed
-from luthier.loader.feed import FeedReader
-from luthier.loader.feed_files import ALIVE, FACTS, FeedFacts
+from luthier.loader.feed import ALIVE, FACTS, FeedFacts, FeedReader
 
 FOUND = FeedFacts(
     num_rows=[3], names=["a"], weights=[1.0], eval_names=[], eval_weights=[], num_eval_portions=0, num_tried=0,

@@ -18,8 +18,7 @@ from luthier.collation import CollateSettings
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.loader import feed
-from luthier.loader.feed import FeedReader, prepares_meanwhile
-from luthier.loader.feed_files import FeedJob, FeedPlace
+from luthier.loader.feed import FeedJob, FeedPlace, FeedReader, prepares_meanwhile
 from luthier.loader.loader import Loader
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader

@@ -24,7 +24,7 @@ from luthier.errors import TrainingError
 from luthier.metrics.table import METRICS, Metric
 from luthier.training.report.result import RunResult
 from luthier.training.rollouts.answer_log import FOLDER
-from luthier.training.rollouts.gap_causes import Cause
+from luthier.training.rollouts.sampler_probes import Cause
 from luthier.training.trainer import Trainer
 
 Train = Callable[..., RunResult]

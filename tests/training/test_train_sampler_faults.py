@@ -20,8 +20,8 @@ from luthier.metrics.table import METRICS, Metric
 from luthier.models.passes import ModelPass
 from luthier.objectives.policy_losses import GapSums
 from luthier.training.report.result import RunResult
-from luthier.training.rollouts.gap_causes import Cause, ScoredAnswer, cause_of, visible_fault
 from luthier.training.rollouts.gap_watch import NUMBERS
+from luthier.training.rollouts.sampler_probes import Cause, ScoredAnswer, cause_of, visible_fault
 
 Train = Callable[..., RunResult]
 Answers = Iterator[Completion | Refusal]

@@ -8,13 +8,14 @@ from itertools import groupby
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
 from luthier.check.diff.row_changes import CHARACTERS_PER_TOKEN, Change, Excerpt, ExcerptToken, repeats
 from luthier.check.diff.runs import RowChange, RunDiff
 from luthier.check.show.html import render, spaces_visible
 from luthier.check.show.token_text import CLOSE, OPEN, lines_visible, visible
+from luthier.terminal import plain_table
 from luthier.writing import counted
 
 TARGET, CHANGED = "bold green", "bold reverse yellow"
@@ -66,18 +67,14 @@ def verdict(diff: RunDiff) -> Text:
 def _settings(diff: RunDiff) -> RenderableType:
     if not diff.settings:
         return Text("model, data, template and media are set alike", style="dim")
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("setting", "A", "B"):
-        table.add_column(name, overflow="fold")
+    table = plain_table("setting", "A", "B", gap=2)
     for setting in diff.settings:
         table.add_row(setting.key, _short(setting.a), Text(_short(setting.b), style="yellow"))
     return table
 
 
 def _counts(diff: RunDiff) -> Group:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(justify="right")
-    table.add_column()
+    table = plain_table(Column(justify="right"), "", gap=2)
     table.add_row(f"{diff.num_rows:,}", Text.assemble("rows, matched ", (diff.pairing.value, "dim")))
     for change, count in diff.counts.items():
         if count or change in (Change.SAME, Change.TOKENS, Change.TARGETS, Change.WEIGHTS):
@@ -87,9 +84,7 @@ def _counts(diff: RunDiff) -> Group:
                     f" · in {diff.num_same_answers:,} of them the text that is learned is the same", style="dim"
                 )
             table.add_row(Text(f"{count:,}", style=STYLES[change] if count else "dim"), words)
-    sums = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("", "A", "B", "change"):
-        sums.add_column(name, justify="right" if name else "left")
+    sums = plain_table("", numbers=("A", "B", "change"), gap=2)
     for name, one, other in (("tokens", diff.tokens_a, diff.tokens_b), ("targets", diff.targets_a, diff.targets_b)):
         sums.add_row(name, f"{one:,}", f"{other:,}", f"{other - one:+,}" if other != one else "0")
     return Group(table, Text(""), sums)

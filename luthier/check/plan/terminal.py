@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from luthier.check.plan.costs import DataPlan, DrawingPlan, LongRow, MediaCount, RunPlan
@@ -17,6 +17,7 @@ from luthier.check.plan.estimate import GIB, Device, Estimate, Memory
 from luthier.check.plan.stats import Distribution, SourceStats, Stats
 from luthier.packing.settings import UnitKind
 from luthier.rendering.messages import PLURAL
+from luthier.terminal import facts_table, plain_table
 from luthier.writing import counted
 
 BAR_WIDTH = 40
@@ -95,10 +96,8 @@ def _media_parts(found: Stats) -> list[RenderableType]:
 
 
 def _media(counts: Sequence[MediaCount], all_tokens: int) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
-    table.add_column("", style="dim")
-    for name in ("items", "tokens", "of all", "tokens of the median", "of the largest"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("items", "tokens", "of all", "tokens of the median", "of the largest")
+    table = plain_table(Column(style="dim"), numbers=numbers)
     for count in counts:
         table.add_row(
             PLURAL[count.kind], f"{count.items:,}", f"{count.tokens:,}", f"{count.tokens / all_tokens:.1%}",
@@ -121,10 +120,7 @@ def _words_of(plan: RunPlan) -> str:
 
 def _sides(plan: RunPlan) -> Table:
     sides = {"train": plan.train} if plan.eval is None else {"train": plan.train, "eval": plan.eval}
-    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
-    table.add_column("per epoch", style="dim", no_wrap=True)
-    for name in sides:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table(Column("per epoch", style="dim", no_wrap=True), numbers=[*sides])
     packs = "packs" if plan.packing.is_packed else "sequences"
     names = ("rows", "segments", "tokens", "targets", packs, "micro-batches", "fill", "padding", "straggler factor")
     for name, *values in zip(names, *(_side(data) for data in sides.values()), strict=True):
@@ -140,10 +136,7 @@ def _side(data: DataPlan) -> list[str]:
 
 
 def _mixture(data: DataPlan) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
-    table.add_column("source", overflow="fold")
-    for name in ("rows", "of all", "tokens", "of all", "targets"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table("source", numbers=("rows", "of all", "tokens", "of all", "targets"))
     names = _short_names([source.name for source in data.sources])
     for name, taken in zip(names, (source.taken for source in data.sources), strict=True):
         table.add_row(
@@ -161,9 +154,7 @@ _COMPARED = {
 
 
 def _steps(plan: RunPlan) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
-    table.add_column(style="dim")
-    table.add_column()
+    table = facts_table(())
     per_step = plan.micro_batches_per_step
     accumulation = per_step // plan.num_ranks
     capacity = plan.max_length * plan.units.size
@@ -216,20 +207,15 @@ def _step_notes(plan: RunPlan) -> Iterator[str]:
 
 
 def _longest(rows: Sequence[LongRow]) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
-    table.add_column("tokens", justify="right")
-    table.add_column("targets", justify="right")
-    table.add_column("row", overflow="fold")
+    table = plain_table(Column("tokens", justify="right"), Column("targets", justify="right"), "row")
     for row in rows:
         table.add_row(f"{row.tokens:,}", f"{row.targets:,}", Text(row.address))
     return table
 
 
 def _source_table(found: Stats) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))  # in 80 columns names need the room
-    table.add_column("source", overflow="fold")
-    for name in ("rows", "tokens", "trained", "min", "p50", "p90", "p99", "max", f"over {found.max_length:,}"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("rows", "tokens", "trained", "min", "p50", "p90", "p99", "max", f"over {found.max_length:,}")
+    table = plain_table("source", numbers=numbers, gap=1)  # in 80 columns names need the room
     for name, source in zip(_short_names([source.name for source in found.sources]), found.sources, strict=True):
         table.add_row(*_source_row(name, source))
     if len(found.sources) > 1:
@@ -261,10 +247,8 @@ def _source_row(name: str, source: SourceStats) -> list[RenderableType]:
 
 def histogram(found: Distribution) -> Table:
     """A line for each bin; neighbouring bins without a value share a line."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(justify="right", style="dim", no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
+    label_column = Column(justify="right", style="dim", no_wrap=True)
+    table = plain_table(label_column, Column(no_wrap=True), numbers=("",), gap=2)
     most = max(found.counts)
     bins = zip(found.edges[:-1], found.edges[1:], found.counts, strict=True)
     for is_empty, neighbours in groupby(bins, key=lambda one: one[2] == 0):
@@ -282,9 +266,7 @@ def _bar(share: float) -> str:
 
 
 def _fitting(found: Stats) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0))
-    table.add_column("data.max_length", justify="right")
-    table.add_column("segments that fit", justify="right")
+    table = plain_table(numbers=("data.max_length", "segments that fit"))
     for limit, share in found.fitting.items():
         mine = limit == found.max_length
         table.add_row(f"{limit:,}", f"{share:.2%}" + (" ← now" if mine else "      "), style="bold" if mine else "")
@@ -321,18 +303,18 @@ def size(num_bytes: int) -> str:
 
 
 def _numbers(estimate: Estimate) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("device", _device(estimate.device, estimate.num_devices))
     trained = "" if estimate.trainable == estimate.parameters else f", {_short(estimate.trainable)} of them trained"
-    table.add_row("parameters", f"{_short(estimate.parameters)}{trained}")
     bits = "16" if estimate.in_16_bits else "32"
-    table.add_row("operations", f"{estimate.operations:.2g}, in {bits} bits")
     speed = f"{estimate.tokens_per_second:,.0f} tokens/s, padding counted"
-    table.add_row("time", Text.assemble("about ", (duration(estimate.seconds), "bold"), f"  ({speed})"))
-    table.add_row("memory", _memory(estimate.memory, estimate.device))
-    return table
+    return facts_table(
+        [
+            ("device", _device(estimate.device, estimate.num_devices)),
+            ("parameters", f"{_short(estimate.parameters)}{trained}"),
+            ("operations", f"{estimate.operations:.2g}, in {bits} bits"),
+            ("time", Text.assemble("about ", (duration(estimate.seconds), "bold"), f"  ({speed})")),
+            ("memory", _memory(estimate.memory, estimate.device)),
+        ]
+    )
 
 
 def _device(device: Device, number: int) -> str:

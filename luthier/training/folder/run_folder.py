@@ -14,7 +14,7 @@ from luthier.config.adapters import own_values
 from luthier.config.schema import RunConfig
 from luthier.errors import CheckpointError, RowError
 from luthier.ledger import Ledger
-from luthier.loader.feed_files import FeedPlace
+from luthier.loader.feed import FeedPlace
 from luthier.loader.stream_state import LoaderState
 from luthier.packing.planner import PlannerPlace
 from luthier.records import Address, Batch

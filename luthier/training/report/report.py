@@ -17,9 +17,10 @@ from typing import Any
 from markupsafe import Markup
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
+from luthier.terminal import facts_table, plain_table
 from luthier.training.report.drawn_answers import AnswersOfRun, answers_of_run, numbers_of, page_templates
 from luthier.training.report.plots import (
     Chart,
@@ -153,12 +154,7 @@ def summary(report: Report, files: list[Path]) -> Group:
         (f"  {result.model.name}", "bold"),
         (f"   {counted(result.global_step, 'step')}, {epochs} in {duration(result.seconds)}", "dim"),
     )
-    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, content in _facts(report):
-        table.add_row(name, content)
-    parts: list[RenderableType] = [head, Padding(table, (1, 0, 1, 2))]
+    parts: list[RenderableType] = [head, Padding(facts_table(_facts(report)), (1, 0, 1, 2))]
     if report.quickstart:
         parts.append(Padding(_quickstart_words(result), (0, 0, 1, 2)))
     names = [*files, *([result.path / result.model_dir] if result.model_dir is not None else [])]
@@ -275,10 +271,7 @@ def _sampled(told: Mapping[str, Any]) -> Text:
 def _data_sets(result: RunResult) -> Table:
     """What was trained on, and how well it is known: a line for each data set."""
     losses = result.source_losses
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(overflow="fold")
-    for _ in range(3):
-        table.add_column(no_wrap=True)
+    table = plain_table("", *(Column(no_wrap=True) for _ in range(3)), gap=2)
     for source in result.mixture:
         first, last = losses.get(source.name, (None, None))
         loss = "" if first is None else Text.assemble(f"loss {first:.3f} → ", (f"{last:.3f}", "bold"))

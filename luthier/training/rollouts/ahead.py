@@ -1,13 +1,24 @@
-"""Answers that are drawn while the steps before theirs are learned, by one thread, in the order of their steps."""
+"""Answers that wait for the step that learns from them: drawn by one thread while the steps before are learned, and
+kept in checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from luthier.engines.engine import Completion, Finish
 from luthier.errors import UserError
-from luthier.training.rollouts.trajectories import Trajectory
+from luthier.training.folder.checkpoint import read_json, taking_over
+from luthier.training.folder.staging import FILES
+from luthier.training.rollouts.trajectories import ModelCall, Trajectory
+from luthier.writing import JsonObject
 
 DrawingNotes = list[tuple[str, int]]
 
@@ -58,3 +69,84 @@ class DrawingAhead:
                 break
             found.append(step)
         return found
+
+
+_FILE, _FILES = "rollouts_{rank}.json", "rollouts_*.json"  # one for each rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KeptAnswer:
+    """An answer with its reward, and each reward before its weight; not a number: none has an opinion.
+
+    scores  what was found of each of its ids when it was drawn, float32[N], by name
+    """
+
+    answer: Trajectory
+    reward: float
+    values_F: Sequence[float]
+    scores: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+
+
+Kept = dict[int, dict[str, list[KeptAnswer]]]
+"""Answers by the step that learns from them, and by the name of their question."""
+
+
+def write_kept(folder: Path, rank: int, kept: Kept, *, updates: int) -> None:
+    """What one rank has drawn; ``updates`` is how many steps learn from answers that were drawn at once."""
+    steps = {
+        str(step): {name: [_to_json(one) for one in answers] for name, answers in by_name.items()}
+        for step, by_name in kept.items()
+    }
+    FILES.write(folder / _FILE.format(rank=rank), json.dumps({"updates": updates, "steps": steps}).encode())
+
+
+def read_kept(folder: Path, *, updates: int) -> Kept:
+    """What all ranks had drawn; nothing, where other numbers of steps learned from it. Raises `CheckpointError`."""
+    found: Kept = {}
+    for path in sorted(folder.glob(_FILES)):
+        with taking_over(folder, path.name):
+            there: JsonObject = read_json(path)
+            if there["updates"] != updates:
+                return {}
+            for step, by_name in there["steps"].items():
+                of_step = found.setdefault(int(step), {})
+                for name, answers in by_name.items():
+                    of_step[name] = [_of_json(one) for one in answers]
+    return found
+
+
+def _to_json(one: KeptAnswer) -> JsonObject:
+    # a float32 as JSON is the number to its last digit; messages are told in the log of answers, and not learned from
+    calls = [
+        {
+            "prompt": call.prompt.tolist(),
+            "ids": call.completion.ids.tolist(),
+            "logprobs": call.completion.logprobs.tolist(),
+            "finish": str(call.completion.finish),
+            "version": call.version,
+        }
+        for call in one.answer.calls
+    ]
+    told = {"sample": one.answer.sample, "ended": one.answer.ended, "outcome": one.answer.outcome}
+    scores = {name: score_N.tolist() for name, score_N in one.scores.items()}
+    return {**told, "calls": calls, "reward": one.reward, "values": list(one.values_F), "scores": scores}
+
+
+def _of_json(there: Mapping[str, Any]) -> KeptAnswer:
+    calls = [
+        ModelCall(
+            prompt=np.array(call["prompt"], dtype=np.int32),
+            completion=Completion(
+                key=0,
+                sample=there["sample"],
+                ids=np.array(call["ids"], dtype=np.int32),
+                logprobs=np.array(call["logprobs"], dtype=np.float32),
+                finish=Finish(call["finish"]),
+            ),
+            version=call["version"],
+        )
+        for call in there["calls"]
+    ]
+    answer = Trajectory(calls=tuple(calls), ended=there["ended"], outcome=there["outcome"])
+    scores = {name: np.array(score, dtype=np.float32) for name, score in there["scores"].items()}
+    return KeptAnswer(answer=answer, reward=there["reward"], values_F=there["values"], scores=scores)

@@ -34,7 +34,15 @@ from luthier.sources.formats.turns import message_row
 from luthier.training.generate import Question, question_of, shown
 from luthier.training.ranks import most_over_ranks, summed_over_ranks
 from luthier.training.report.result import DRAWING
-from luthier.training.rollouts.ahead import DrawingAhead, DrawingNotes, DrawnStep
+from luthier.training.rollouts.ahead import (
+    DrawingAhead,
+    DrawingNotes,
+    DrawnStep,
+    Kept,
+    KeptAnswer,
+    read_kept,
+    write_kept,
+)
 from luthier.training.rollouts.answer_groups import (
     AnswerChoice,
     AnswerGroup,
@@ -46,7 +54,6 @@ from luthier.training.rollouts.answer_groups import (
 from luthier.training.rollouts.answer_log import answers_file, remove_other_ranks, write_answers, write_counts
 from luthier.training.rollouts.delivery import Delivery, Snapshot, on_all_ranks
 from luthier.training.rollouts.early_warnings import EarlyWarnings, StepAnswers
-from luthier.training.rollouts.kept_answers import Kept, KeptAnswer, read_kept, write_kept
 from luthier.training.rollouts.sampler_probes import SamplerProbes
 from luthier.training.rollouts.talks import NoteCount, Talks, draw_number
 from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree
