@@ -42,7 +42,7 @@ class Table(Mapping[str, RowT]):
             hint = "give it another name, or uninstall one of the two packages"
             raise PluginError(f"the {self.what} {name!r} is there already, from {known}", hint=hint)
         self._rows[name] = row
-        self._added_by[name] = _adding()
+        self._added_by[name] = _state.adding or "this program"
         _state.num_added += 1
 
     def named(self, name: str) -> RowT:
@@ -133,7 +133,3 @@ def _load(entry: EntryPoint) -> None:
 
 def _distribution(entry: EntryPoint) -> str:
     return "an unknown package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
-
-
-def _adding() -> str:
-    return _state.adding or "this program"

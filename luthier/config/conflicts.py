@@ -117,15 +117,11 @@ def _eval_split(draft: Draft) -> Iterator[Problem]:
 
 
 def _counted_rows(draft: Draft) -> Iterator[Problem]:
-    for key, sources in (("data.train", draft.config.data.train), ("data.eval", draft.config.data.eval)):
-        for index, source in enumerate(sources):
-            if source.max_rows is not None and "#" in source.path and source.path.rsplit("#", 1)[1].isdecimal():
-                at = f"{key}[{index}]"
-                what = (
-                    f"{counted(source.max_rows, 'row is', 'rows are')} asked for, and "
-                    f"{draft.cite(f'{at}.path')} says {source.path}"
-                )
-                yield draft.problem(f"{at}.max_rows", what, "keep one of the two counts")
+    for at, source in draft.sources:
+        if source.max_rows is not None and "#" in source.path and source.path.rsplit("#", 1)[1].isdecimal():
+            asked = counted(source.max_rows, "row is", "rows are")
+            what = f"{asked} asked for, and {draft.cite(f'{at}.path')} says {source.path}"
+            yield draft.problem(f"{at}.max_rows", what, "keep one of the two counts")
 
 
 def _has_eval_data(draft: Draft) -> bool:
@@ -426,12 +422,10 @@ def _may_teach(source: SourceConfig) -> bool:
 
 
 def _thinking(draft: Draft) -> Iterator[Problem]:
-    for name, sources in (("data.train", draft.config.data.train), ("data.eval", draft.config.data.eval)):
-        for index, source in enumerate(sources):
-            at = f"{name}[{index}]"
-            if source.thinking is choices.ThinkingStyle.TEXT and draft.given(f"{at}.thinking_tags"):
-                what = f"tags are given, and {draft.cite(f'{at}.thinking')} leaves them in the text"
-                yield draft.problem(f"{at}.thinking_tags", what, "set thinking: tags, or remove the tags")
+    for at, source in draft.sources:
+        if source.thinking is choices.ThinkingStyle.TEXT and draft.given(f"{at}.thinking_tags"):
+            what = f"tags are given, and {draft.cite(f'{at}.thinking')} leaves them in the text"
+            yield draft.problem(f"{at}.thinking_tags", what, "set thinking: tags, or remove the tags")
 
 
 def _media(draft: Draft) -> Iterator[Problem]:

@@ -49,6 +49,12 @@ class Draft:
         paths = [_path(key) for key in keys]
         return not any(faulty[: len(path)] == path[: len(faulty)] for path in paths for faulty in self.faulty)
 
+    @property
+    def sources(self) -> list[tuple[str, SourceConfig]]:
+        """The sources of both sides, each with its key: ``data.train[0]``."""
+        sides = (("data.train", self.config.data.train), ("data.eval", self.config.data.eval))
+        return [(f"{side}[{index}]", source) for side, sources in sides for index, source in enumerate(sources)]
+
     def given(self, key: str) -> bool:
         """True if the user wrote the key, with a value other than null."""
         node = get(self.tree, _path(key))
@@ -231,13 +237,8 @@ def unread_settings(draft: Draft) -> list[str]:
     """One sentence for each key that was written and that this run does not read; it names what makes it so."""
     checks = (_evaluation, _saving, _preparing, _texts, _steps, _schedule, _optimizer, _model, _tracking)
     found = [(key, why) for check in checks for key, why in check(draft) if draft.given(key)]
-    for section, sources in (("data.train", draft.config.data.train), ("data.eval", draft.config.data.eval)):
-        for index, source in enumerate(sources):
-            found += [
-                (f"{section}[{index}].{key}", why)
-                for key, why in _source(source)
-                if draft.given(f"{section}[{index}].{key}")
-            ]
+    for at, source in draft.sources:
+        found += [(f"{at}.{key}", why) for key, why in _source(source) if draft.given(f"{at}.{key}")]
     return [f"{draft.cite(key)} is not read: {why}" for key, why in found]
 
 

@@ -95,20 +95,19 @@ def check_rows(draft: Draft) -> Iterator[Problem]:
     """Sources whose format has no rows for the objective."""
     name = draft.config.objective.name
     format_of = {rows: kind for kind, rows in _ROWS_OF.items()}
-    for section, sources in (("data.train", draft.config.data.train), ("data.eval", draft.config.data.eval)):
-        for index, source in enumerate(sources):
-            kind, asked = _ROWS_OF.get(source.format), OBJECTIVES[name].rows
-            wanted = [other for other, row in OBJECTIVES.items() if row.rows is kind]
-            if kind is not None and asked is not kind:
-                what = f"rows of kind {source.format} are for {' and '.join(wanted)}"
-                hint = f"set objective: {'dpo' if 'dpo' in wanted else wanted[0]}, or give rows of another kind"
-            elif source.format in _SINGLE_ANSWERS and asked.is_compared:
-                what = f"rows of kind {source.format} hold one answer and no verdict"
-                hint = f"give rows of kind {format_of[asked]}, or set objective: sft"
-            else:
-                continue
-            what = f"{what}, and {draft.cite('objective.name')} is {name}"
-            yield draft.problem(f"{section}[{index}].format", what, hint)
+    for at, source in draft.sources:
+        kind, asked = _ROWS_OF.get(source.format), OBJECTIVES[name].rows
+        wanted = [other for other, row in OBJECTIVES.items() if row.rows is kind]
+        if kind is not None and asked is not kind:
+            what = f"rows of kind {source.format} are for {' and '.join(wanted)}"
+            hint = f"set objective: {'dpo' if 'dpo' in wanted else wanted[0]}, or give rows of another kind"
+        elif source.format in _SINGLE_ANSWERS and asked.is_compared:
+            what = f"rows of kind {source.format} hold one answer and no verdict"
+            hint = f"give rows of kind {format_of[asked]}, or set objective: sft"
+        else:
+            continue
+        what = f"{what}, and {draft.cite('objective.name')} is {name}"
+        yield draft.problem(f"{at}.format", what, hint)
 
 
 def _foreign_loss(draft: Draft) -> Iterator[Problem]:

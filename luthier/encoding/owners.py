@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from luthier.encoding.pieces import split_expansion
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import StoreError
+from luthier.layout.trees import weights_of
 from luthier.records import ControlPiece, MediaPiece, Piece, Rendered, Sample, Segment, TextPiece
 from luthier.rendering.control import ControlTokens
 from luthier.writing import counted
@@ -59,7 +60,7 @@ def sample_difference(stored: Sample, now: Sample, tokenizer: Tokenizer) -> str 
         return f"token {place} is {old} {tokenizer.token(old)!r} in the store, {new} {tokenizer.token(new)!r} now"
     for name, old_values, new_values in (
         ("target", stored.target, now.target),
-        ("weight", _weights(stored), _weights(now)),
+        ("weight", weights_of(stored), weights_of(now)),
     ):
         differs = np.flatnonzero(old_values != new_values)
         if len(differs):
@@ -178,7 +179,3 @@ def _weight(piece: Piece) -> float:
 
 def _lengths(sample: Sample) -> str:
     return ", ".join(str(branch.length) for branch in sample.branches)
-
-
-def _weights(sample: Sample) -> NDArray[np.float32]:
-    return np.ones(len(sample.input_ids), dtype=np.float32) if sample.weight is None else sample.weight

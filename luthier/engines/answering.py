@@ -21,6 +21,7 @@ from luthier.engines.engine import Ids, NewTokens, Refusal, Request
 from luthier.engines.joined import JoinedCache, read_prompts
 from luthier.engines.next_tokens import BatchRow, Choosing, Follower, Stopping, advance, has_stop_string
 from luthier.errors import ModelError, RowError
+from luthier.models.submodules import plain_model
 from luthier.writing import counted
 
 _MOST_PROMPT_TOKENS = 16_384  # that are read at once, padding included
@@ -244,8 +245,9 @@ class Answering:
         )
         for row in rows:
             if not row.ended:
+                name = type(plain_model(answerer.model)).__name__
                 raise ModelError(
-                    f"{_class_of(answerer.model)} generates by its own function, so Luthier cannot choose its tokens",
+                    f"{name} generates by its own function, so Luthier cannot choose its tokens",
                     hint="generate answers of this model with transformers",
                 )
             self._tell_end(row)
@@ -268,10 +270,6 @@ class Answering:
         for token, logprob in zip(new, answerer.scored(ids, len(prompt), row.features).logprobs.tolist(), strict=True):
             row.add(token, logprob, ([], []), tokenizer)
         self._tell_end(row)
-
-
-def _class_of(model: PreTrainedModel | PeftModel) -> str:
-    return type(model.get_base_model() if isinstance(model, PeftModel) else model).__name__
 
 
 def _portions(asked: Sequence[_WaitingRequest]) -> Iterator[list[_WaitingRequest]]:

@@ -22,6 +22,7 @@ from luthier.engines.engine import Completion, Ids, NewTokens, OnTokens, Refusal
 from luthier.engines.joined import rows_can_join
 from luthier.engines.next_tokens import Follower
 from luthier.models.sharding import uncompiled
+from luthier.models.submodules import plain_model
 from luthier.records import MediaItem
 
 NO_ADAPTER = "<base>"
@@ -147,7 +148,7 @@ class LocalEngine:
 
 def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """The model of transformers itself, without its adapter."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = plain_model(model)
     assert isinstance(base, PreTrainedModel), "what answers is a model of transformers"
     return base
 

@@ -20,6 +20,7 @@ from luthier.engines.engine import Ids
 from luthier.errors import ModelError
 from luthier.models.model import REWARD_HEAD
 from luthier.models.passes import reward_head
+from luthier.models.submodules import plain_model
 from luthier.records import MediaItem
 
 TOKENS_AT_ONCE = 16_384  # padding included
@@ -31,8 +32,7 @@ class RewardEngine:
     def __init__(
         self, model: PreTrainedModel | PeftModel, tokenizer: Tokenizer, *, media: MediaInputs | None = None
     ) -> None:
-        plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-        self._at_each_token = hasattr(plain, REWARD_HEAD)
+        self._at_each_token = hasattr(plain_model(model), REWARD_HEAD)
         self._answerer = Answerer(model=model, tokenizer=tokenizer, media=media, batch_size=1, joins=False)
 
     @torch.no_grad()

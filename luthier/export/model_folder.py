@@ -343,7 +343,10 @@ def _with_adapter(run: TrainedRun) -> tuple[TrainedRun, list[str]]:
 
 def _parity(run: TrainedRun, engine: LocalEngine, dtype: str, measured: TakenDown | None) -> Parity:
     tokenizer = run.encoder.tokenizer
-    kinds = [dtype, *sorted({_name_of(tensor.dtype) for tensor in engine.model.parameters() if _is_of_base(tensor)})]
+    kinds = [
+        dtype,
+        *sorted({_name_of(tensor.dtype) for tensor in engine.model.parameters() if tensor.is_floating_point()}),
+    ]
     return Parity(
         version=PARITY_VERSION,
         luthier=__version__,
@@ -365,10 +368,6 @@ def _told_of_media(parity: Parity, measured: TakenDown) -> list[str]:
     if parity.pictures or not any(context.media for context in measured.contexts):
         return []
     return ["no row with media is a golden case: only small pictures in a plain conversation are"]
-
-
-def _is_of_base(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point()
 
 
 def _write(run: TrainedRun, engine: LocalEngine, folder: Path, dtype: str) -> list[str]:

@@ -29,7 +29,7 @@ from luthier.engines.engine import Completion, Ids, Request
 from luthier.engines.local import LocalEngine
 from luthier.errors import RowError, SourceError, UserError
 from luthier.prediction.trained_run import TrainedRun
-from luthier.records import Conversation, Document, MediaItem, Message, Row, Sample, Segment, Text, Tokenized
+from luthier.records import Conversation, Document, MediaItem, Row, Sample, Segment, Text, Tokenized
 from luthier.sources import open_sources, resolve_sources
 from luthier.training.folder.artifacts import transformers_tokenizer
 from luthier.writing import JsonObject, counted
@@ -222,7 +222,7 @@ def _as_others_read(
     kwargs, now = dict(run.config.template.kwargs), template_now(run.encoder)
     tools = [dict(tool) for tool in history.tools]
     for parts in (False, True):  # templates of multimodal models may take content as a list alone
-        messages = [_plain(message, parts=parts) for message in history.messages]
+        messages = [plain_message(message, parts=parts) for message in history.messages]
         golden = GoldenPrompt(row=str(history.address), messages=messages, tools=tools, ids=ids.tolist())
         try:
             if prompt_ids(judge, golden, kwargs, now) == golden.ids:
@@ -230,10 +230,6 @@ def _as_others_read(
         except Exception:  # noqa: BLE001 - a template raises what it likes
             continue
     return None
-
-
-def _plain(message: Message, *, parts: bool) -> JsonObject:
-    return plain_message(message, parts=parts)
 
 
 def template_now(encoder: Encoder) -> str:

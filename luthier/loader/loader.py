@@ -34,7 +34,7 @@ from luthier.packing.settings import SegmentTable, UnitKind
 from luthier.preparation.prepare import prepare
 from luthier.preparation.prepared import Prepared, PreparedSet
 from luthier.preparation.segments import SegmentIndex
-from luthier.records import Address, Batch
+from luthier.records import Batch
 from luthier.writing import counted
 
 Ints = NDArray[np.int64]
@@ -241,12 +241,9 @@ class Loader:
         first = int(self._table.row_ids[self._segments_of_step(parting[0])[0]])
         raise CheckpointError(
             f"the loader's state was taken after other rows: steps {parting[0] + 1} to {parting[1]} of epoch "
-            f"{self.epoch} differ, which begin with {self._address(first)} here",
+            f"{self.epoch} differ, which begin with {self._rows.address(first)} here",
             hint="go on with the Luthier that wrote the state, or start anew",
         )
-
-    def _address(self, row: int) -> Address:
-        return self._rows.address(row)
 
 
 def _of_run(description: RunDescription, overrides: Sequence[str]) -> tuple[RunConfig, PreparedSet, LoaderOptions]:

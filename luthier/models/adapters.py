@@ -30,7 +30,7 @@ from luthier.models.adapter_files import continue_adapter, quiet_peft
 from luthier.models.model import REWARD_HEAD
 from luthier.models.quantized import num_packed, num_weights, packed_layers
 from luthier.models.routers import router_names
-from luthier.models.submodules import ModelParts, find_parts
+from luthier.models.submodules import ModelParts, find_parts, plain_model
 from luthier.writing import counted
 
 _ALWAYS_TOLD = ("r", "lora_alpha")
@@ -78,8 +78,7 @@ def apply_adapter(
 
 def rows_left_out(model: PreTrainedModel | PeftModel, new_ids: Sequence[int]) -> list[str]:
     """Names of the embedding and the output layer, where rows of new tokens are not trained."""
-    plain = model.get_base_model() if isinstance(model, PeftModel) else model
-    return [name for name, end in ends_of(plain).items() if new_ids and not _learns(end, new_ids)]
+    return [name for name, end in ends_of(plain_model(model)).items() if new_ids and not _learns(end, new_ids)]
 
 
 def _learns(end: nn.Module, new_ids: Sequence[int]) -> bool:

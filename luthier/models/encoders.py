@@ -28,7 +28,7 @@ from luthier.errors import ModelError
 from luthier.media import Decoded, Family, MediaKind, MediaProcessor, join_features, merge_features
 from luthier.media.feature_files import ENCODER_OUTPUTS, ItemFeatures, is_encoded
 from luthier.media.files.decoding import DecodedAudio, DecodedImage, DecodedVideo
-from luthier.models.submodules import ModelParts, find_parts
+from luthier.models.submodules import ModelParts, find_parts, plain_model
 from luthier.records import AudioHeader, ImageHeader, MediaHeader, VideoHeader
 from luthier.writing import counted
 
@@ -279,7 +279,7 @@ def needed_blanks(
     base = "base_model.model." if isinstance(model, PeftModel) else ""
     outside = {name for name in trained if parts.of(name.removeprefix(base)) is not ModelPart.LANGUAGE_MODEL}
     for kind, of_kind in features.items():
-        if not outside and not hasattr(_plain(model), _ENCODES[kind]):
+        if not outside and not hasattr(plain_model(model), _ENCODES[kind]):
             continue  # whatever it is that encodes them, it is not trained
         out = _encoded(model, kind, of_kind)
         if not out.requires_grad:
@@ -313,7 +313,7 @@ def with_blanks(model: nn.Module, blanks: BlankMedia | None, inputs: Mapping[str
         total = sum((_encoded(model, kind, each) for kind, each in missing.items()), embeddings.new_zeros(()))
         return embeddings + 0 * total.to(embeddings.dtype)
 
-    hook = _plain(model).get_input_embeddings().register_forward_hook(add)
+    hook = plain_model(model).get_input_embeddings().register_forward_hook(add)
     try:
         yield
     finally:
@@ -322,7 +322,7 @@ def with_blanks(model: nn.Module, blanks: BlankMedia | None, inputs: Mapping[str
 
 def _encoded(model: nn.Module, kind: str, features: TensorFeatures) -> torch.Tensor:
     """The sum of all that the model's encoder of this kind, and what takes its features to the words, give."""
-    plain = _plain(model)
+    plain = plain_model(model)
     encode = getattr(plain, _ENCODES[kind], None)
     if encode is None:
         raise ModelError(
@@ -345,10 +345,3 @@ def _tensors(output: object) -> Iterator[torch.Tensor]:
     elif isinstance(output, list | tuple):
         for each in output:
             yield from _tensors(each)
-
-
-def _plain(model: nn.Module) -> Any:
-    inner: Any = model
-    while isinstance(inner, nn.parallel.DistributedDataParallel):
-        inner = inner.module
-    return inner.get_base_model() if isinstance(inner, PeftModel) else inner

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 
 from luthier.errors import ModelError
+from luthier.models.submodules import plain_model
 from luthier.objectives.head import AnyHead, Head
 from luthier.objectives.head_kernels import LossKernel
 from luthier.objectives.token_scores import token_scores
@@ -69,8 +69,7 @@ class Scored(Generic[Scores]):
 
 def keeps_logits(model: nn.Module) -> bool:
     """Whether the model can compute its logits at chosen positions only (``logits_to_keep`` of its forward)."""
-    plain = model.get_base_model() if isinstance(model, PeftModel) else model
-    return "logits_to_keep" in inspect.signature(plain.forward).parameters
+    return "logits_to_keep" in inspect.signature(plain_model(model).forward).parameters
 
 
 def find_head(model: nn.Module) -> OutputHead:
@@ -78,7 +77,7 @@ def find_head(model: nn.Module) -> OutputHead:
 
     Raises `ModelError` for a model without an output layer.
     """
-    plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    plain = plain_model(model)
     layer = plain.get_output_embeddings()
     if layer is None:
         raise ModelError(f"{type(plain).__name__} has no output layer, so it predicts no tokens")

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from peft import PeftModel
 from torch import nn
 
 from luthier.collation import CollateSettings, collate_packs, collate_trees, unpacked
@@ -23,7 +22,7 @@ from luthier.models.attention import PLAN, SEGMENTS, BlockReach, plan_attention,
 from luthier.models.attention_inputs import Isolation, Windows, attention_inputs, layer_windows
 from luthier.models.encoders import with_encoder_outputs
 from luthier.models.mixers import part_mixers
-from luthier.models.submodules import MediaNeeds, set_text_attention, text_attention
+from luthier.models.submodules import MediaNeeds, plain_model, set_text_attention, text_attention
 from luthier.packing.settings import Segments
 from luthier.records import Batch, Branch, Pack, Sample, Segment
 
@@ -68,7 +67,7 @@ def choose_isolation(
     """
     register_attention()
     needs = needs or MediaNeeds()
-    plain = _plain(model)
+    plain = plain_model(model)
     loaded = text_attention(plain)
     padded = [(Isolation.PADDED, loaded)] if asked == "auto" else []
     mixers = part_mixers(plain)
@@ -101,10 +100,6 @@ def choose_isolation(
         f"{plain._get_name()} does not keep {'branches' if shared else 'packed sequences'} apart: " + "; ".join(notes),
         hint="set model.attn_implementation: auto, or train.packing: none",
     )
-
-
-def _plain(model: nn.Module) -> Any:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _ways(loaded: str, asked: str, *, shared: bool) -> list[tuple[Isolation, str]]:

@@ -12,7 +12,6 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
-from peft import PeftModel
 from torch import nn
 
 from luthier.errors import ModelError
@@ -22,6 +21,7 @@ from luthier.models.head_tap import OutputHead, Scored, score_targets
 from luthier.models.isolation import ChosenIsolation
 from luthier.models.model import REWARD_HEAD
 from luthier.models.routers import Routers
+from luthier.models.submodules import plain_model
 from luthier.objectives.head import AnyHead, tempered
 from luthier.objectives.token_scores import TokenScores, token_scores
 from luthier.records import Batch, Targets
@@ -153,7 +153,7 @@ class ValueHead(nn.Module):
 
 def add_value_head(model: nn.Module, forward: ModelPass) -> ValueHead:
     """A new one, which expects 0 everywhere. Raises `ModelError` where hidden states cannot be had."""
-    plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    plain = plain_model(model)
     if forward.head is None or not forward.head.tapped:
         raise ModelError(
             f"a value head needs the hidden states before the output layer, and {type(plain).__name__} makes its "
@@ -172,11 +172,7 @@ def casting(device: torch.device, to: torch.dtype | None) -> AbstractContextMana
 
 def reward_head(model: nn.Module) -> nn.Module:
     """The module that makes a reward of a hidden state, under whatever wraps the model."""
-    inner: object = model
-    while isinstance(inner, nn.parallel.DistributedDataParallel):
-        inner = inner.module
-    plain: Any = inner.get_base_model() if isinstance(inner, PeftModel) else inner
-    found: nn.Module = plain.get_submodule(REWARD_HEAD)
+    found: nn.Module = plain_model(model).get_submodule(REWARD_HEAD)
     return found
 
 

@@ -161,7 +161,7 @@ def check_stored(config: PretrainedConfig, section: QuantizationConfig, *, merge
         trainable = bool(quantizer.is_trainable)
     except (ImportError, ValueError, RuntimeError) as error:
         packages = PACKAGES.get(method, "").split()
-        lacking = [package for package in packages if not _is_there(package)]
+        lacking = [package for package in packages if importlib.util.find_spec(package.replace("-", "_")) is None]
         why = f"{' and '.join(lacking)}, which it needs, cannot be imported" if lacking else first_line(error)
         wanted = lacking or (packages if isinstance(error, ImportError) else [])  # one that is there may be too old
         install = f"pip install -U {' '.join(wanted)}; or {hint}" if wanted else hint
@@ -174,10 +174,6 @@ def check_stored(config: PretrainedConfig, section: QuantizationConfig, *, merge
         what = f"transformers does not turn such weights back into whole ones, which {merges} needs"
         raise ModelError(f"{key}{what}", hint=f"remove {merges}, or {hint}")
     return method
-
-
-def _is_there(package: str) -> bool:
-    return importlib.util.find_spec(package.replace("-", "_")) is not None
 
 
 def _is_dequantizable(quantizer: HfQuantizer) -> bool:

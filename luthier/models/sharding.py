@@ -35,7 +35,7 @@ from luthier.config.schema import Sharding
 from luthier.errors import CheckpointError, ModelError, UserError
 from luthier.models.adapter_files import saves_embeddings
 from luthier.models.adapters import decoder_layers
-from luthier.models.submodules import is_multimodal
+from luthier.models.submodules import is_multimodal, plain_model
 from luthier.writing import counted
 
 # What accelerate's launcher sets where somebody else is to divide the work; none of it is followed here.
@@ -81,7 +81,7 @@ def shard(model: PreTrainedModel | PeftModel, device: torch.device) -> None:
     and ``load_state_dict`` takes whole weights, which every rank has to have. Raises as `divisible_layers`.
     """
     layers = divisible_layers(model)
-    plain = _plain(model)
+    plain = plain_model(model)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for layer in layers:
         fully_shard(layer, mesh=mesh)
@@ -98,7 +98,7 @@ def divisible_layers(model: PreTrainedModel | PeftModel) -> nn.ModuleList:
     Raises `ModelError` for models with towers, and where no weight of any decoder layer is trained: torch adds up the
     gradients when the backward pass leaves a layer.
     """
-    plain = _plain(model)
+    plain = plain_model(model)
     layers = decoder_layers(plain)
     name = type(plain).__name__
     if is_multimodal(plain.config) or layers is None:
@@ -124,12 +124,12 @@ def divisible_layers(model: PreTrainedModel | PeftModel) -> nn.ModuleList:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether `shard` has divided it."""
-    return isinstance(_plain(model), FSDPModule)
+    return isinstance(plain_model(model), FSDPModule)
 
 
 def unsharded_class(model: nn.Module) -> type[Any]:
     """The class that a model is of; dividing it makes a class of its own."""
-    kind = type(_plain(model))
+    kind = type(plain_model(model))
     if not issubclass(kind, FSDPModule):
         return kind
     return next(base for base in kind.__bases__ if base is not FSDPModule)
@@ -146,7 +146,7 @@ def gather_all(model: nn.Module) -> None:
 
 def give_up_gathered(model: nn.Module) -> None:
     """Put every group into its parts again: after forward passes without a backward pass, the last one is whole."""
-    plain = _plain(model)
+    plain = plain_model(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_reshard_after_forward(module is not plain, recurse=False)
@@ -226,10 +226,6 @@ def _saved_with_adapter(model: PeftModel) -> set[int]:
     ends = [end for end in (plain.get_input_embeddings(), plain.get_output_embeddings()) if end is not None]
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     return trained | {id(parameter) for end in ends for parameter in end.parameters()}
-
-
-def _plain(model: nn.Module) -> Any:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _kept(gathered: torch.Tensor, *, keep: bool) -> torch.Tensor:
@@ -328,11 +324,10 @@ def compile_layers(model: PreTrainedModel | PeftModel, *, recomputed: bool = Fal
 
 def compilable_layers(model: PreTrainedModel | PeftModel) -> nn.ModuleList:
     """The layers that are compiled. Raises `ModelError` where the model has no list of decoder layers."""
-    plain: object = model.get_base_model() if isinstance(model, PeftModel) else model
-    layers = decoder_layers(plain)
+    layers = decoder_layers(plain_model(model))
     if layers is None:
         raise ModelError(
-            f"train.torch_compile is set, and {type(plain).__name__} has no list of decoder layers",
+            f"train.torch_compile is set, and {type(plain_model(model)).__name__} has no list of decoder layers",
             hint="set train.torch_compile: false",
         )
     return layers

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from peft import PeftModel
 from torch import nn
 from transformers import AutoModel, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
@@ -20,6 +21,13 @@ from luthier.media.families.family import Attention, Family, PackingSupport
 from luthier.media.families.table import FAMILIES
 
 MODALITIES = ("image", "video", "audio")
+
+
+def plain_model(model: nn.Module) -> Any:
+    """The model of transformers itself, which may be under DDP and an adapter. (transformers publishes no types.)"""
+    while isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -70,9 +70,7 @@ def evaluate_tasks(
         numpy_random_seed=0,
         torch_random_seed=0,
     )
-    told = {
-        key: found[key] for key in ("results", "versions", "n-shot", "n-samples", "higher_is_better") if key in found
-    }
+    told = {key: found[key] for key in _TOLD if key in found}
     asked = {"tasks": names, "limit": options.limit, "num_fewshot": options.num_fewshot, "chat": options.chat}
     return {"luthier": __version__, "lm_eval": version("lm_eval"), "run": opened.digest, "asked": asked, **told}
 

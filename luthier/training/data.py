@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,25 +44,6 @@ class RunData:
     fingerprint: str
     names: tuple[str, ...] = ()
     eval_names: tuple[str, ...] = ()
-
-    @classmethod
-    def of_segments(
-        cls,
-        train: Sequence[Any],
-        table: SegmentTable,
-        held_out: Sequence[Any] = (),
-        eval_table: SegmentTable | None = None,
-        *,
-        fingerprint: str,
-    ) -> Self:
-        """Segments in memory, which tables describe."""
-        return cls(
-            train=train,
-            rows=RowTable.of_segments(train, table),
-            eval=held_out or None,
-            eval_rows=None if eval_table is None else RowTable.of_segments(held_out, eval_table),
-            fingerprint=fingerprint,
-        )
 
     @property
     def ledger(self) -> dict[str, object]:

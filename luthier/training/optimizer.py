@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import Adafactor, PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_available_reporting_integrations
@@ -31,7 +30,7 @@ from luthier.models import sharding
 from luthier.models.adapters import decoder_layers, ends_of
 from luthier.models.model import run_device, run_precision, use_liger
 from luthier.models.routers import router_names
-from luthier.models.submodules import find_parts
+from luthier.models.submodules import find_parts, plain_model
 from luthier.training.callbacks import is_greater_better
 from luthier.training.updates import BlockAdamW, Group, MuonWithAdamW, OffloadedOptimizer, tell_projectors
 from luthier.writing import counted
@@ -204,7 +203,7 @@ def _groups(
 
 def hidden_matrices(model: nn.Module) -> set[int]:
     """``id`` of each matrix that takes hidden states to hidden states: of linear layers but the output layer."""
-    plain = _plain(model)
+    plain = plain_model(model)
     ends: Iterable[nn.Module | None] = ()
     if isinstance(plain, PreTrainedModel):
         ends = (plain.get_input_embeddings(), plain.get_output_embeddings())
@@ -228,7 +227,7 @@ def check_blocks(model: nn.Module, config: RunConfig) -> None:
     train = config.train
     if train.optim != "badam" or train.optim_args.get("ends") or config.adapter.type is not AdapterType.FREEZE:
         return
-    layers = decoder_layers(_plain(model))
+    layers = decoder_layers(plain_model(model))
     inside = {id(weight) for layer in layers or () for weight in layer.parameters()}
     left = [name for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in inside]
     if left:
@@ -319,7 +318,7 @@ def rate_factors(model: nn.Module, config: RunConfig) -> dict[int, float]:
     train, ratio = config.train, config.adapter.loraplus_lr_ratio
     factors: dict[int, float] = {}
     if train.layer_decay < 1.0:
-        plain = _plain(model)
+        plain = plain_model(model)
         layers = decoder_layers(plain)
         if layers is None:
             raise ModelError(f"train.layer_decay: {type(plain).__name__} has no list of decoder layers")
@@ -336,12 +335,8 @@ def rate_factors(model: nn.Module, config: RunConfig) -> dict[int, float]:
     return factors
 
 
-def _plain(model: nn.Module) -> Any:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
 def _trained_of(model: nn.Module, part: RatePart) -> list[int]:
-    plain = _plain(model)
+    plain = plain_model(model)
     match part:
         case RatePart.EMBEDDING | RatePart.OUTPUT_LAYER:
             ends = list(ends_of(plain).values())

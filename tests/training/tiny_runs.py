@@ -68,7 +68,13 @@ def make_data(
     weights: tuple[float, ...] = (1.0,),
 ) -> RunData:
     eval_table = make_table(held_out, (1.0,) * len(weights)) if held_out else None
-    return RunData.of_segments(train, make_table(train, weights), held_out, eval_table, fingerprint=fingerprint)
+    return RunData(
+        train=train,
+        rows=RowTable.of_segments(train, make_table(train, weights)),
+        eval=held_out or None,
+        eval_rows=None if eval_table is None else RowTable.of_segments(held_out, eval_table),
+        fingerprint=fingerprint,
+    )
 
 
 def make_config(output: Path, **changes: Any) -> RunConfig:

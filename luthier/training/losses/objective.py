@@ -22,7 +22,7 @@ from luthier.models.model import REWARD_HEAD, is_reward_model
 from luthier.models.passes import ModelPass, casting, reward_head
 from luthier.models.routers import Routers, balanced_routers
 from luthier.models.sharding import compile_layers, forget_graphs
-from luthier.models.submodules import MediaNeeds, families_of, media_needs, model_needs, text_attention
+from luthier.models.submodules import MediaNeeds, families_of, media_needs, model_needs, plain_model, text_attention
 from luthier.training.losses.kernels import choose_kernel
 from luthier.training.losses.parts import ObjectiveParts, first_inputs
 from luthier.training.losses.step_losses import BothLosses, Tell
@@ -135,7 +135,7 @@ class HiddenStates(nn.Module):
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         super().__init__()
-        plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        plain = plain_model(model)
         self.plain, self.config = plain, plain.config
         assert hasattr(plain, REWARD_HEAD), f"{type(plain).__name__} has no {REWARD_HEAD}"
 

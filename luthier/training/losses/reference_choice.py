@@ -21,7 +21,7 @@ from luthier.models.mixers import part_mixers
 from luthier.models.model import load_model, quantize_whole
 from luthier.models.passes import ModelPass, casting
 from luthier.models.quantized import is_quantized, quantization_note
-from luthier.models.submodules import set_text_attention
+from luthier.models.submodules import plain_model, set_text_attention
 from luthier.preparation.segments import SegmentIndex
 from luthier.sources.rows import decode_strict
 from luthier.training.losses.kernels import choose_kernel
@@ -122,7 +122,7 @@ def _second_model(parts: ObjectiveParts, forward: ModelPass, tell: Callable[[str
     model.requires_grad_(False)
     model.eval()
     tell(f"reference: a second model, {config.model.name_or_path if named is None else named}")
-    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    plain = plain_model(model)
     if is_quantized(plain):
         tell(f"reference: {quantization_note(plain)}")
     model.to(parts.device)
