@@ -17,8 +17,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import luthier
 from luthier.collation import CollateSettings, collate_packs, collate_trees
-from luthier.models.head_tap import find_head, score_targets
 from luthier.models.isolation import ChosenIsolation, choose_isolation
+from luthier.models.passes import find_head, score_targets
 from luthier.objectives.token_scores import token_scores
 from luthier.presets import tokenizer_folder
 from luthier.records import Batch, Pack, Sample

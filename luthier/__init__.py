@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from luthier.check.verify.run import Side as Side
     from luthier.check.verify.run import VerifyOptions as VerifyOptions
     from luthier.check.verify.run import VerifyProgress as VerifyProgress
-    from luthier.collation.interface import collate as collate
-    from luthier.collation.interface import media_inputs as media_inputs
+    from luthier.collation.collator import collate as collate
+    from luthier.collation.collator import media_inputs as media_inputs
     from luthier.collation.media_inputs import MediaInputs as MediaInputs
     from luthier.config.choices import Overflow as Overflow
     from luthier.config.choices import Packing as Packing

@@ -391,7 +391,6 @@ def test_no_file_repeats_its_folder_in_its_name() -> None:
 EXCUSED_TYPES: dict[str, str] = {}
 EXCUSED_MODULES = {
     "adapters": "config checks the section of that name, models makes what the section says",
-    "interface": "each is its room's entry for programs",
     "objective": "config has the section of that name, training puts together what the section says",
     "pictures": "geometry counts their tokens, presets draws some",
     "settings": "each holds what its room is told",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.layout.trees import join_trees, segment_starts, weights_of
+from luthier.layout.trees import join_trees, segment_starts, token_weights
 from luthier.records import Branch, LostMedia, MediaItem, Pack, Sample, Segment
 
 
@@ -151,6 +151,6 @@ def _weights(
         return None
     weights_BT = np.ones(learned_BT.shape, dtype=np.float32)
     for row, (pieces, size) in enumerate(zip(rows, sizes, strict=True)):
-        np.concatenate([weights_of(piece) for piece in pieces], out=weights_BT[row, :size])
+        np.concatenate([token_weights(piece) for piece in pieces], out=weights_BT[row, :size])
     weights_BT[~learned_BT] = 1.0  # a weight without a target says nothing
     return None if (weights_BT == 1).all() else weights_BT

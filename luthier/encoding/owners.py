@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from luthier.encoding.pieces import split_expansion
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import StoreError
-from luthier.layout.trees import weights_of
+from luthier.layout.trees import token_weights
 from luthier.records import ControlPiece, MediaPiece, Piece, Rendered, Sample, Segment, TextPiece
 from luthier.rendering.control import ControlTokens
 from luthier.writing import counted
@@ -60,7 +60,7 @@ def sample_difference(stored: Sample, now: Sample, tokenizer: Tokenizer) -> str 
         return f"token {place} is {old} {tokenizer.token(old)!r} in the store, {new} {tokenizer.token(new)!r} now"
     for name, old_values, new_values in (
         ("target", stored.target, now.target),
-        ("weight", weights_of(stored), weights_of(now)),
+        ("weight", token_weights(stored), token_weights(now)),
     ):
         differs = np.flatnonzero(old_values != new_values)
         if len(differs):

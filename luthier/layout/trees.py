@@ -282,7 +282,7 @@ def tree_of_runs(runs: Sequence[Segment | Sample], held: Sequence[int]) -> Sampl
     return Sample(
         input_ids=np.concatenate([run.input_ids[cut] for run, cut in zip(runs, own, strict=True)]),
         target=np.concatenate([run.target[cut] for run, cut in zip(runs, own, strict=True)]),
-        weight=np.concatenate([weights_of(run)[cut] for run, cut in zip(runs, own, strict=True)])
+        weight=np.concatenate([token_weights(run)[cut] for run, cut in zip(runs, own, strict=True)])
         if is_weighted
         else None,
         branches=branches_of_runs([len(run.input_ids) for run in runs], held),
@@ -354,7 +354,7 @@ def splice(prompt: Segment, answer: Segment) -> Segment:
         prompt,
         input_ids=np.concatenate([prompt.input_ids, answer.input_ids]),
         target=np.concatenate([np.zeros_like(prompt.target), answer.target]),
-        weight=np.concatenate([weights_of(prompt), weights_of(answer)]) if is_weighted else None,
+        weight=np.concatenate([token_weights(prompt), token_weights(answer)]) if is_weighted else None,
         media=(*prompt.media, *(replace(item, start=item.start + len(prompt)) for item in answer.media)),
     )
 
@@ -381,6 +381,6 @@ def _media_of(runs: Sequence[Segment | Sample], held: Sequence[int]) -> tuple[Me
     return tuple(found)
 
 
-def weights_of(run: Segment | Sample) -> NDArray[np.float32]:
+def token_weights(run: Segment | Sample) -> NDArray[np.float32]:
     """float32[T]: what each token counts in the loss."""
     return np.ones(len(run.input_ids), dtype=np.float32) if run.weight is None else run.weight

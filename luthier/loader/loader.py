@@ -22,10 +22,9 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import CheckpointError, UserError
 from luthier.ledger import Ledger
 from luthier.loader.numbered_rows import RowTable
-from luthier.loader.places import PlannedMicroBatch
 from luthier.loader.plan import StreamPlan
 from luthier.loader.prefetch import iterate
-from luthier.loader.reader import BatchReader
+from luthier.loader.reader import BatchReader, PlannedMicroBatch
 from luthier.loader.settings import LoaderOptions, LoaderSettings, loader_options, order_of_run
 from luthier.loader.stream_state import LoaderState, RowTrail
 from luthier.packing.epoch import EpochPlan

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from luthier.config.schema import Overflow
 from luthier.errors import RowDropped
 from luthier.ledger import Ledger
-from luthier.loader.places import PLACE, Places, PlannedMicroBatch, segment_at
+from luthier.loader.reader import PLACE, Places, PlannedMicroBatch, segment_at
 from luthier.packing.epoch import EpochPlan
 from luthier.packing.planned import Planned
 from luthier.packing.planner import GrowingTable, first_segments, spread

@@ -19,7 +19,7 @@ import numpy as np
 
 from luthier.loader import stream_state
 from luthier.loader.numbered_rows import RowTable
-from luthier.loader.places import PlannedMicroBatch
+from luthier.loader.reader import PlannedMicroBatch
 from luthier.packing.epoch import EpochPlan, plan_epoch
 from luthier.packing.order import RowOrder
 from luthier.packing.packer import is_at_once

@@ -27,8 +27,7 @@ from luthier import errors
 from luthier.collation import MediaInputs
 from luthier.errors import LoaderError, UserError
 from luthier.loader import protocol
-from luthier.loader.places import PlannedMicroBatch
-from luthier.loader.reader import BatchReader
+from luthier.loader.reader import BatchReader, PlannedMicroBatch
 from luthier.media.feature_files import FeatureFiles
 from luthier.records import Address, Batch
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from luthier.collation import CollateSettings, Grid, MediaInputs
 from luthier.config.schema import MediaConfig
-from luthier.loader.places import PLACE, PlannedMicroBatch
+from luthier.loader.reader import PLACE, PlannedMicroBatch
 from luthier.media import MediaSource
 from luthier.media.feature_files import FeatureFiles
 from luthier.packing.settings import UnitKind

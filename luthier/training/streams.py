@@ -21,10 +21,9 @@ from luthier.collation import CollateSettings, MediaInputs, blank_grid, lay_out,
 from luthier.config.schema import RunConfig
 from luthier.errors import CheckpointError
 from luthier.loader.numbered_rows import RowTable
-from luthier.loader.places import PlannedMicroBatch, part_of
 from luthier.loader.plan import StreamPlan
 from luthier.loader.prefetch import iterate
-from luthier.loader.reader import BatchReader
+from luthier.loader.reader import BatchReader, PlannedMicroBatch, part_of
 from luthier.loader.settings import plan_of_run, train_settings
 from luthier.loader.stream_state import LoaderState, StateScalar
 from luthier.packing.epoch import EpochPlan, plan_epoch

@@ -12,7 +12,7 @@ import transformers as hf
 
 import luthier
 from luthier.collation import CollateSettings, MediaInputs, collate_trees, lay_out, paths_of_row
-from luthier.collation.interface import media_inputs
+from luthier.collation.collator import media_inputs
 from luthier.layout.trees import held_of_leaves, tree_of_runs
 from luthier.media.files import decoding
 from luthier.models.isolation import choose_isolation

@@ -11,8 +11,7 @@ import numpy as np
 
 from luthier.collation import CollateSettings
 from luthier.ledger import Ledger
-from luthier.loader.places import PLACE, PlannedMicroBatch
-from luthier.loader.reader import BatchReader
+from luthier.loader.reader import PLACE, BatchReader, PlannedMicroBatch
 from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.records import Branch, Sample
 from luthier.store.shard import freeze_sample

@@ -14,9 +14,8 @@ from stored_rows import PACKED, add_samples, children, plan_rows, reader_of
 
 from luthier.collation import CollateSettings
 from luthier.errors import LoaderError, StoreError
-from luthier.loader.places import PLACE, PlannedMicroBatch
 from luthier.loader.prefetch import iterate
-from luthier.loader.reader import BatchReader
+from luthier.loader.reader import PLACE, BatchReader, PlannedMicroBatch
 from luthier.records import Batch
 from luthier.store.store import SampleStore
 from tests.conftest import HANG_SECONDS

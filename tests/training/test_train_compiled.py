@@ -20,8 +20,7 @@ from torch._dynamo.testing import CompileCounter
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
 from luthier.models import attention, sharding
-from luthier.models.head_tap import OutputHead
-from luthier.models.passes import ModelPass
+from luthier.models.passes import ModelPass, OutputHead
 from luthier.training.fit import fit_data
 from luthier.training.report.events import Event, Note, StepDone
 from luthier.training.report.result import RunResult

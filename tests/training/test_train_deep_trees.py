@@ -15,8 +15,8 @@ from torch import nn
 from luthier.collation import CollateSettings, collate_trees
 from luthier.layout.position_schemes import token_types
 from luthier.layout.trees import tree_of_runs
-from luthier.models.head_tap import find_head, score_targets
 from luthier.models.isolation import choose_isolation
+from luthier.models.passes import find_head, score_targets
 from luthier.objectives.token_scores import token_scores
 from luthier.records import Batch, Branch, Sample, Segment
 

@@ -23,7 +23,7 @@ from torch import nn
 from luthier.collation import collate_packs
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
-from luthier.models.head_tap import OutputHead, find_head
+from luthier.models.passes import OutputHead, find_head
 from luthier.objectives.head_kernels import KernelAnswer, KernelTask, LossKernel
 from luthier.records import Pack
 from luthier.training.fit import fit_data

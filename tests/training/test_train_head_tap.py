@@ -22,7 +22,7 @@ from transformers import (
 
 from luthier.collation import collate_packs
 from luthier.errors import ModelError
-from luthier.models.head_tap import OutputHead, find_head, prove_head, score_targets
+from luthier.models.passes import OutputHead, find_head, prove_head, score_targets
 from luthier.objectives.head import AnyHead, Head
 from luthier.objectives.token_scores import token_scores
 from luthier.records import Pack

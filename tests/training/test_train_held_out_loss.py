@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from luthier.models.head_tap import Scored
+from luthier.models.passes import Scored
 from luthier.objectives.head import Head
 from luthier.records import Targets
 from luthier.training.losses.step_losses import ACCURACY, MicroLoss

@@ -27,9 +27,9 @@ from luthier.errors import ModelError
 from luthier.models import mixers
 from luthier.models.attention import PLAN, SEGMENTS, AttentionPlan, register_attention
 from luthier.models.attention_inputs import Isolation
-from luthier.models.head_tap import find_head, score_targets
 from luthier.models.isolation import ChosenIsolation, choose_isolation
 from luthier.models.mixers import MIXERS, MixerCall, part_mixers, plan_calls
+from luthier.models.passes import find_head, score_targets
 from luthier.models.submodules import set_text_attention
 from luthier.objectives.token_scores import token_scores
 from luthier.records import Batch, Pack

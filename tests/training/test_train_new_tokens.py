@@ -22,8 +22,8 @@ from luthier.config.loading import load_config_text
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 from luthier.errors import ConfigError, ModelError
 from luthier.models.adapters import apply_adapter, rows_left_out
-from luthier.models.head_tap import find_head, score_targets
 from luthier.models.model import load_model
+from luthier.models.passes import find_head, score_targets
 from luthier.models.vocabulary import Vocabulary
 from luthier.objectives.token_scores import token_scores
 from luthier.records import Sample, Segment

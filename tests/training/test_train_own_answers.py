@@ -19,10 +19,10 @@ from luthier.engines.engine import Completion, Finish
 from luthier.errors import ConfigError, ModelError
 from luthier.metrics.table import METRICS, Metric
 from luthier.objectives.policy_losses import Advantage
-from luthier.objectives.settings import token_settings
 from luthier.records import Address
 from luthier.training.fit import fit_data
 from luthier.training.generate import Question
+from luthier.training.losses.parts import token_settings
 from luthier.training.report.result import RunResult
 from luthier.training.rollouts.answer_groups import BELOW_BAR, NOT_CHOSEN, AnswerChoice, AnswerGroup, Fate, fates
 from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree

@@ -13,8 +13,8 @@ from tiny_runs import make_plan
 
 from luthier.config.schema import Packing, RunConfig, Strategy, TrainConfig
 from luthier.loader import plan as plans
-from luthier.loader.places import PlannedMicroBatch
 from luthier.loader.plan import StreamPlan
+from luthier.loader.reader import PlannedMicroBatch
 from luthier.loader.settings import plan_of_run, train_settings, warmup_steps
 from luthier.loader.stream_state import LoaderState
 from luthier.packing.epoch import plan_epoch, source_counts

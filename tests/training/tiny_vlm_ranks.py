@@ -20,9 +20,8 @@ from luthier.config.schema import AdapterConfig, ModelPart
 from luthier.models.adapters import apply_adapter
 from luthier.models.attention_inputs import Isolation
 from luthier.models.encoders import BlankMedia, needed_blanks
-from luthier.models.head_tap import find_head
 from luthier.models.isolation import ChosenIsolation
-from luthier.models.passes import ModelPass
+from luthier.models.passes import ModelPass, find_head
 from luthier.models.submodules import find_parts
 from luthier.records import Batch
 

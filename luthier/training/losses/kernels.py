@@ -17,15 +17,14 @@ from torch import nn
 from luthier.config.objective import LOSSES, OBJECTIVES
 from luthier.config.schema import HeadKernel, RunConfig
 from luthier.errors import ModelError, install_hint
-from luthier.models.head_tap import OutputHead, score_targets
+from luthier.models.passes import OutputHead, score_targets
 from luthier.objectives.fused_head import unfit
 from luthier.objectives.head import AnyHead, Head
 from luthier.objectives.head_kernels import LigerKernel, liger_is_installed, runs_on
 from luthier.objectives.hidden_loss import hidden_loss_sum
-from luthier.objectives.settings import token_settings
 from luthier.objectives.token_losses import TokenSettings
 from luthier.objectives.token_scores import TokenScores, token_scores
-from luthier.training.losses.parts import ObjectiveParts
+from luthier.training.losses.parts import ObjectiveParts, token_settings
 
 TARGETS_TRIED = 48  # of fewer the rounding of 16 bits would not average out
 _STRIDE = 104_729  # a prime larger than steps between neighbouring ids: other ids for the same hidden states

@@ -16,10 +16,9 @@ from luthier.errors import ModelError
 from luthier.loader.settings import units_of
 from luthier.models.attention_inputs import Isolation
 from luthier.models.encoders import run_blanks
-from luthier.models.head_tap import find_head, prove_head
 from luthier.models.isolation import ChosenIsolation, choose_isolation
 from luthier.models.model import REWARD_HEAD, is_reward_model
-from luthier.models.passes import ModelPass, casting, reward_head
+from luthier.models.passes import ModelPass, casting, find_head, prove_head, reward_head
 from luthier.models.routers import Routers, balanced_routers
 from luthier.models.sharding import compile_layers, forget_graphs
 from luthier.models.submodules import MediaNeeds, families_of, media_needs, model_needs, plain_model, text_attention

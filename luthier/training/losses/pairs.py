@@ -31,10 +31,17 @@ from luthier.objectives.pair_formulas import (
     sequence_scores,
     tail_discount,
 )
-from luthier.objectives.settings import pair_settings
 from luthier.objectives.token_scores import TokenScores, log_square_sums, token_scores
 from luthier.records import Batch, Targets
-from luthier.training.losses.parts import AnswerLosses, ObjectiveParts, entropy_of, micro_loss, pairs_of, weights_of
+from luthier.training.losses.parts import (
+    AnswerLosses,
+    ObjectiveParts,
+    entropy_of,
+    micro_loss,
+    pair_settings,
+    pairs_of,
+    weights_of,
+)
 from luthier.training.losses.reference_choice import choose_reference, ld_alpha
 from luthier.training.losses.references import Reference
 from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Stateless, Tell

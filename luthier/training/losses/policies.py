@@ -31,10 +31,9 @@ from luthier.objectives.policy_losses import (
     with_final,
     without_kl,
 )
-from luthier.objectives.settings import token_settings
 from luthier.objectives.token_scores import TokenScores
 from luthier.records import Batch, PolicyTargets
-from luthier.training.losses.parts import ObjectiveParts
+from luthier.training.losses.parts import ObjectiveParts, token_settings
 from luthier.training.losses.reference_choice import reference_model
 from luthier.training.losses.references import ReferenceModel
 from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Stateless, Tell

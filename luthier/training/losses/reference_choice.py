@@ -16,10 +16,9 @@ from luthier.encoding.tokenizer_files import find_files
 from luthier.errors import ModelError, RowError, TokenizerError
 from luthier.models.adapter_files import merge_first, mutates_base
 from luthier.models.adapters import apply_adapter
-from luthier.models.head_tap import find_head, prove_head
 from luthier.models.mixers import part_mixers
 from luthier.models.model import load_model, quantize_whole
-from luthier.models.passes import ModelPass, casting
+from luthier.models.passes import ModelPass, casting, find_head, prove_head
 from luthier.models.quantized import is_quantized, quantization_note
 from luthier.models.submodules import plain_model, set_text_attention
 from luthier.preparation.segments import SegmentIndex

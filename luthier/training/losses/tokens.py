@@ -11,11 +11,10 @@ from luthier.models.passes import ModelPass
 from luthier.objectives.head import AnyHead
 from luthier.objectives.hidden_loss import hidden_loss_sum
 from luthier.objectives.measures import Measure, measure
-from luthier.objectives.settings import token_settings
 from luthier.objectives.token_losses import TokenLoss, TokenSettings, losses_by_source
 from luthier.objectives.token_scores import token_scores
 from luthier.records import Batch, Targets
-from luthier.training.losses.parts import ObjectiveParts
+from luthier.training.losses.parts import ObjectiveParts, token_settings
 from luthier.training.losses.reference_choice import reference_model
 from luthier.training.losses.references import ReferenceModel
 from luthier.training.losses.step_losses import ACCURACY, BothLosses, MicroLoss, Stateless, Tell

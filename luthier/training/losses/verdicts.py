@@ -16,8 +16,7 @@ from torch import nn
 
 from luthier.collation import has_only_text, only_segments
 from luthier.config.objective import LOSSES
-from luthier.models.head_tap import Scored
-from luthier.models.passes import ModelPass
+from luthier.models.passes import ModelPass, Scored
 from luthier.objectives.answer_losses import (
     FeedbackBaselines,
     FeedbackScores,
@@ -28,10 +27,16 @@ from luthier.objectives.answer_losses import (
 )
 from luthier.objectives.measures import Measure, Measures, measure
 from luthier.objectives.pair_formulas import SequenceScores, sequence_scores
-from luthier.objectives.settings import feedback_settings
 from luthier.objectives.token_scores import TokenScores
 from luthier.records import Batch, Targets
-from luthier.training.losses.parts import AnswerLosses, ObjectiveParts, entropy_of, micro_loss, weights_of
+from luthier.training.losses.parts import (
+    AnswerLosses,
+    ObjectiveParts,
+    entropy_of,
+    feedback_settings,
+    micro_loss,
+    weights_of,
+)
 from luthier.training.losses.reference_choice import choose_reference
 from luthier.training.losses.references import Reference
 from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Tell

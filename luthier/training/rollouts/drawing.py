@@ -26,7 +26,7 @@ from luthier.config.schema import GenerateConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Completion, Engine, Finish
 from luthier.errors import CheckpointError, SamplerLost, TrainingError
-from luthier.loader.places import PlannedMicroBatch
+from luthier.loader.reader import PlannedMicroBatch
 from luthier.objectives.policy_losses import Advantage, advantages
 from luthier.records import Batch, DrawnInStep, Segment
 from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
