@@ -1,4 +1,4 @@
-"""What the objective of a run is made of: parts, the numbers of its loss, and the first rows that models are tried on."""
+"""What the objective of a run is made of: the numbers of its loss, and the first rows that its models are tried on."""
 
 from __future__ import annotations
 
