@@ -147,8 +147,8 @@ def export(
 
 
 def _table(stores: list[StoreInfo]) -> Table:
-    numbers = [Column(name, justify="right") for name in ("samples", "tokens", "size")]
-    table = plain_table("store", "made for", *numbers, "last use", gap=2)
+    columns = [Column(name, justify="right") for name in ("samples", "tokens", "size")]
+    table = plain_table("store", "made for", *columns, "last use", gap=2)
     for info in stores:
         made_for = str(info.about.get("model") or info.about.get("tokenizer") or "")
         when = "in use" if info.in_use else time.strftime("%Y-%m-%d %H:%M", time.localtime(info.last_use))
