@@ -383,9 +383,8 @@ class _DataSet:
     def _messages(self) -> None:
         """Names of columns, of a message's keys, and of roles."""
         names = self._mapping("message_property_mappings")
-        for key, name in (("message_field_role", "role"), ("message_field_content", "content")):
-            if (value := self._take(key)) is not None:
-                names[name] = value
+        said = {name: self._take(f"message_field_{name}") for name in ("role", "content")}
+        names |= {name: value for name, value in said.items() if value is not None}
         for name, value in names.items():
             if name in ("role", "content"):
                 self.tags[f"{name}_tag"] = str(value)
