@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from luthier.collation.collator import (
+    batch_of_packs,
     collate_packs,
     collate_trees,
     has_only_text,
@@ -18,6 +19,7 @@ __all__ = [
     "CollateSettings",
     "Grid",
     "MediaInputs",
+    "batch_of_packs",
     "blank_grid",
     "collate_packs",
     "collate_trees",

@@ -140,6 +140,11 @@ def collate_packs(
     how = CollateSettings(
         packed=packed, pad_token_id=pad_token_id, varlen=varlen, pad_to_multiple_of=pad_to_multiple_of
     )
+    return batch_of_packs(packs, how, media)
+
+
+def batch_of_packs(packs: Sequence[Pack], how: CollateSettings, media: MediaInputs | None = None) -> Batch:
+    """See `collate_packs`."""
     addresses = tuple(segment.address for pack in packs for segment in pack.segments)
     grid = lay_out(packs, how)
     return to_batch(grid if media is None else media.fill(grid, how), how, addresses=addresses)

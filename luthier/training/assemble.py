@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from luthier.collation import CollateSettings, MediaInputs
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned
-from luthier.config.schema import GenerateConfig, RunConfig, Strategy
+from luthier.config.schema import RunConfig, Strategy
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Engine
@@ -57,7 +57,7 @@ from luthier.training.rollouts.early_warnings import EarlyWarnings
 from luthier.training.rollouts.ray_actors import ray_rewards
 from luthier.training.rollouts.reward_models import reward_judges
 from luthier.training.rollouts.sampler_probes import SamplerProbes
-from luthier.training.rollouts.talks import Talks
+from luthier.training.rollouts.talks import Talks, sampling
 from luthier.training.trainer import Trainer, TrainerParts
 from luthier.writing import counted
 
@@ -309,12 +309,7 @@ def _talks(config: RunConfig, engine: Engine) -> Talks | None:
         encoder=Encoder.from_config(config),
         rows=RowsByAddress(sources=open_sources(resolve_sources(config.data)[0], seed=config.runtime.seed)),
         longest=config.data.max_length,
-        settings=GenerateConfig(
-            do_sample=True,
-            temperature=rollout.temperature,
-            max_new_tokens=rollout.max_new_tokens,
-            seed=config.runtime.seed,
-        ),
+        settings=sampling(rollout, seed=config.runtime.seed),
         tools=ToolBox(rollout.tools) if rollout.tools else None,
         environment=None if rollout.environment is None else EnvironmentProcess(rollout.environment),
     )

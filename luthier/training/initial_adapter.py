@@ -13,8 +13,7 @@ from peft import PeftModel, initialize_lora_eva_weights
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from luthier.collation import CollateSettings, MediaInputs
-from luthier.collation.collator import collate_packs
+from luthier.collation import CollateSettings, MediaInputs, batch_of_packs
 from luthier.config.inputs import QuantizationConfig
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
@@ -115,16 +114,8 @@ def _first(train: Segments, how: CollateSettings, media: MediaInputs | None) -> 
     packs = [Pack(segments=(row,)) for row in rows]
     size = min(ROWS_OF_BATCH, len(packs))
     # the last ones, if they are too few for a batch, are left out
-    return [
-        collate_packs(
-            packs[begin : begin + size],
-            packed=how.packed,
-            pad_token_id=how.pad_token_id,
-            varlen=how.varlen,
-            media=media,
-        )
-        for begin in range(0, len(packs) - size + 1, size or 1)
-    ]
+    starts = range(0, len(packs) - size + 1, size or 1)
+    return [batch_of_packs(packs[begin : begin + size], how, media) for begin in starts]
 
 
 def _shown(layer_input: Sequence[torch.Tensor] | torch.Tensor, shown_N: torch.Tensor, _: str) -> torch.Tensor:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from luthier.collation import CollateSettings, MediaInputs, collate_packs
+from luthier.collation import CollateSettings, MediaInputs, batch_of_packs
 from luthier.config.objective import LOSSES, ObjectiveConfig
 from luthier.config.schema import RunConfig
 from luthier.models.isolation import TOKENS_TRIED, ChosenIsolation
@@ -74,13 +74,7 @@ def first_inputs(parts: ObjectiveParts, isolation: ChosenIsolation) -> dict[str,
         weight=None,
         media=first.media if media is not None else (),
     )
-    batch = collate_packs(
-        [Pack(segments=(cut,))],
-        packed=parts.how.packed,
-        pad_token_id=parts.how.pad_token_id,
-        varlen=parts.how.varlen,
-        media=media,
-    )
+    batch = batch_of_packs([Pack(segments=(cut,))], parts.how, media)
     return isolation.inputs(isolation.arranged(batch, pad_token_id=parts.how.pad_token_id), device=parts.device)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from luthier.collation import CollateSettings, MediaInputs, blank_grid, collate_packs, collate_trees, to_batch
+from luthier.collation import CollateSettings, MediaInputs, batch_of_packs, blank_grid, collate_trees, to_batch
 from luthier.config.objective import Learned
 from luthier.errors import TrainingError, UserError
 from luthier.objectives.policy_losses import Advantage, advantages
@@ -154,14 +154,7 @@ def collated(rows: Sequence[Sequence[AnswerGroup]], layout: AnswerLayout, *, age
         packs = [Pack(segments=tuple(row)) for row in segments]
         if not how.packed:
             packs = [Pack(segments=(segment,)) for row in segments for segment in row]
-        batch = collate_packs(
-            packs,
-            packed=how.packed,
-            pad_token_id=how.pad_token_id,
-            pad_to_multiple_of=how.pad_to_multiple_of,
-            varlen=how.varlen,
-            media=layout.media,
-        )
+        batch = batch_of_packs(packs, how, layout.media)
     if batch.lost:
         address, loss = batch.lost[0]
         raise TrainingError(

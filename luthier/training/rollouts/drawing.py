@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from luthier.config.objective import Learned
 from luthier.config.rollout import DeadGroups, RolloutConfig
-from luthier.config.schema import GenerateConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Completion, Engine, Finish
 from luthier.errors import CheckpointError, SamplerLost, TrainingError
@@ -55,7 +54,7 @@ from luthier.training.rollouts.answer_log import answers_file, remove_other_rank
 from luthier.training.rollouts.delivery import Delivery, Snapshot, on_all_ranks
 from luthier.training.rollouts.early_warnings import EarlyWarnings, StepAnswers
 from luthier.training.rollouts.sampler_probes import SamplerProbes
-from luthier.training.rollouts.talks import NoteCount, Talks, draw_number
+from luthier.training.rollouts.talks import NoteCount, Talks, draw_number, sampling
 from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree
 from luthier.training.streams import ReadsPacks, World
 from luthier.writing import counted
@@ -226,7 +225,7 @@ class Rollouts:
         if self.probes is not None:
             self.probes.check(drawn.values())
         places = sorted(drawn)
-        asked = [self._asked_text(key, question) for key, question in enumerate(questions)]
+        asked = [self.asked_text(key, question) for key, question in enumerate(questions)]
         texts = [self._with_answer(asked[key], drawn[key, sample]) for key, sample in places]
         judged = on_all_ranks(lambda: self.judge.judge(texts), self.world)
         self._count(judged)
@@ -341,12 +340,7 @@ class Rollouts:
         """The answers, by the number of their question and their own."""
         if self.talks is not None:
             return self.talks.draw(questions, step, version=version, note=note)
-        settings = GenerateConfig(
-            do_sample=True,
-            temperature=self.config.temperature,
-            max_new_tokens=self.config.max_new_tokens,
-            seed=self.seed,
-        )
+        settings = sampling(self.config, seed=self.seed)
         requests = [
             replace(
                 question.request(number, settings, self.config.answers),
@@ -373,10 +367,10 @@ class Rollouts:
 
     def as_text(self, key: int, question: Question, answer: Trajectory) -> DrawnAnswer:
         """An answer to the question of number ``key``, for what judges it."""
-        return self._with_answer(self._asked_text(key, question), answer)
+        return self._with_answer(self.asked_text(key, question), answer)
 
-    def _asked_text(self, key: int, question: Question) -> DrawnAnswer:
-        """The same without an answer yet."""
+    def asked_text(self, key: int, question: Question) -> DrawnAnswer:
+        """A question for what judges answers to it, without an answer yet."""
         return DrawnAnswer(
             prompt=shown(question, self.tokenizer),
             expected=question.expected(self.tokenizer),

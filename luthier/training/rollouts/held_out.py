@@ -10,9 +10,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.rollout import RolloutConfig
 from luthier.config.schema import GenerateConfig
-from luthier.engines.engine import Completion, Finish
+from luthier.engines.engine import Completion
 from luthier.metrics.table import Answered, Metric, measured, told_of_values
 from luthier.packing.settings import Segments
 from luthier.records import Address, Segment
@@ -21,8 +20,8 @@ from luthier.sources.source import RowsByAddress
 from luthier.training.generate import Question, wanted
 from luthier.training.report.result import GenerationRecord, GenerationRound
 from luthier.training.rollouts.drawing import Rollouts
-from luthier.training.rollouts.talks import NoteCount, Talks
-from luthier.training.rollouts.trajectories import Trajectory
+from luthier.training.rollouts.talks import NoteCount, Talks, sampling
+from luthier.training.rollouts.trajectories import ModelCall, Trajectory
 
 REWARD = "reward"
 
@@ -61,7 +60,11 @@ class HeldOutTalks:
         once = talks.config.model_copy(update={"answers": 1})
         greedy = replace(talks, rows=rows, config=once, settings=settings)
         questions = greedy.questions(list(first.values()), note)
-        drawn = replace(greedy, config=talks.config, settings=_as_in_training(talks.config, settings))
+        drawn = replace(
+            greedy,
+            config=talks.config,
+            settings=sampling(talks.config, seed=settings.seed, max_new_tokens=settings.max_new_tokens),
+        )
         return cls(questions=questions, greedy=greedy, drawn=drawn, note=note)
 
     def answer_all(self, step: int, rollouts: Rollouts, metrics: Mapping[str, Metric]) -> GenerationRound:
@@ -106,21 +109,16 @@ def with_rewards(
     question: ``greedy/NAME``, ``sampled/NAME``, and ``pass@K`` where all rewards are 0 or 1."""
     tokenizer = rollouts.tokenizer
     greedy = [
-        DrawnAnswer(
-            prompt=one.prompt,
-            expected=questions[number].expected(tokenizer),
+        replace(
+            rollouts.asked_text(number, questions[number]),
             generated=one.generated,
             finished=one.finished is not False,
-            columns=questions[number].columns,
             num_tokens=len(tokenizer.encode_whole(one.generated)),
-            group=number,
-            address=questions[number].address,
             prompt_ids=questions[number].prompt,
-            has_media=bool(questions[number].media),
         )
         for number, one in enumerate(found.records)
     ]
-    return _judged(found, greedy, _drawn(found, questions, rollouts, settings), rollouts.judge)
+    return _judged(found, greedy, _drawn(questions, rollouts, settings), rollouts.judge)
 
 
 def _judged(
@@ -138,39 +136,18 @@ def _judged(
     return replace(found, metrics={**found.metrics, **told})
 
 
-def _drawn(
-    found: GenerationRound, questions: Sequence[Question], rollouts: Rollouts, settings: GenerateConfig
-) -> list[DrawnAnswer]:
+def _drawn(questions: Sequence[Question], rollouts: Rollouts, settings: GenerateConfig) -> list[DrawnAnswer]:
     """Drawn as in training; with the same random numbers at every round, so that rounds differ by the weights alone."""
-    drawing = _as_in_training(rollouts.config, settings)
+    drawing = sampling(rollouts.config, seed=settings.seed, max_new_tokens=settings.max_new_tokens)
     requests = [question.request(number, drawing, rollouts.config.answers) for number, question in enumerate(questions)]
     answers = [answer for answer in rollouts.held_out_engine.generate(requests) if isinstance(answer, Completion)]
     answers.sort(key=lambda answer: (answer.key, answer.sample))
-    return [
-        DrawnAnswer(
-            prompt=found.records[answer.key].prompt,
-            expected=questions[answer.key].expected(rollouts.tokenizer),
-            generated=answer.text(rollouts.tokenizer),
-            finished=answer.finish is Finish.STOP,
-            columns=questions[answer.key].columns,
-            num_tokens=len(answer.ids),
-            group=answer.key,
-            address=questions[answer.key].address,
-            prompt_ids=questions[answer.key].prompt,
-            ids=answer.ids,
-            has_media=bool(questions[answer.key].media),
-        )
-        for answer in answers
-    ]
-
-
-def _as_in_training(config: RolloutConfig, settings: GenerateConfig) -> GenerateConfig:
-    return GenerateConfig(
-        do_sample=True,
-        temperature=config.temperature,
-        max_new_tokens=settings.max_new_tokens,
-        seed=settings.seed,
-    )
+    found = []
+    for answer in answers:
+        question = questions[answer.key]
+        call = ModelCall(prompt=question.prompt, completion=answer, version=0)
+        found.append(rollouts.as_text(answer.key, question, Trajectory(calls=(call,))))
+    return found
 
 
 def _told(

@@ -253,6 +253,12 @@ class Talks:
                 return  # its process is gone, and with it all of them
 
 
+def sampling(config: RolloutConfig, *, seed: int | None, max_new_tokens: int | None = None) -> GenerateConfig:
+    """How answers are drawn in training, of the run's own length if no other is given."""
+    longest = config.max_new_tokens if max_new_tokens is None else max_new_tokens
+    return GenerateConfig(do_sample=True, temperature=config.temperature, max_new_tokens=longest, seed=seed)
+
+
 def question_of_row(row: object) -> tuple[Conversation, str]:
     """What is asked in a row, and its answer: all up to the last message that is not the model's, behind which only
     answers follow; of a row with calls up to the question. Raises `RowError`.
