@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cached_property
@@ -18,7 +18,7 @@ from luthier.errors import UserError
 from luthier.metrics.bootstrap import paired, sums_by_row
 from luthier.metrics.table import JUDGE, Answered, Metric, RowLoss, chosen_metrics, parts_of, values_of
 from luthier.metrics.texts import is_unspaced
-from luthier.prediction.judgements import AnswerPlace, Judgements, kept_judgements
+from luthier.prediction.judgements import AnswerPlace, Judgements, kept_judgements, place_of
 from luthier.prediction.likelihood import kept_losses
 from luthier.prediction.predicting import METRICS_FILE, PREDICTIONS_FILE, answers_in, read_lines
 from luthier.writing import counted, printable
@@ -97,7 +97,7 @@ def compare_predictions(
     """
     folders = Path(a).expanduser(), Path(b).expanduser()
     chosen, _ = chosen_metrics(metrics)
-    lines_a, lines_b = (_by_place(read_lines(_finished(folder))) for folder in folders)
+    lines_a, lines_b = ({place_of(line): line for line in read_lines(_finished(folder))} for folder in folders)
     _check_questions(lines_a, lines_b, any_prompt=any_prompt)
     refused = {place[:2] for lines in (lines_a, lines_b) for place, line in lines.items() if "refused" in line}
     both = [place for place in lines_a if place[:2] not in refused]
@@ -132,10 +132,6 @@ def _finished(folder: Path) -> Path:
         hint = "name a folder that luthier predict has finished, as RUN/predictions/eval"
         raise UserError(f"{folder} holds no finished prediction: there is no {PREDICTIONS_FILE} in it", hint=hint)
     return folder / PREDICTIONS_FILE
-
-
-def _by_place(lines: Iterable[AnswerLine]) -> dict[AnswerPlace, AnswerLine]:
-    return {(line["row"], line["turn"], line.get("sample", 0)): line for line in lines}
 
 
 def _check_questions(

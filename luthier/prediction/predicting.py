@@ -32,7 +32,7 @@ from luthier.engines.engine import Completion, Engine, Refusal
 from luthier.engines.http import server_engine
 from luthier.engines.judge import AnswerScorer
 from luthier.errors import RowError, UserError
-from luthier.loader.settings import load_rows
+from luthier.loader.settings import Loaded, load_rows
 from luthier.metrics.table import Answered, RowLoss, chosen_metrics, measured
 from luthier.prediction.judgements import JUDGEMENTS_FILE, Judgements, asks_judge, judgements, place_of
 from luthier.prediction.likelihood import LOSSES_FILE, keep_losses, kept_losses, row_losses
@@ -276,11 +276,15 @@ def _held_out(run: TrainedRun) -> Iterator[tuple[Segment, bool, ToolDeclarations
     if not run.config.data.eval_split:
         hint = "name a file of rows (--data FILE)"
         raise UserError(f"the run in {run.folder} has no held-out rows", hint=hint)
-    output = run.config.output.model_copy(update={"dir": run.folder / PREDICTIONS})  # lost rows are named there
-    held_out = load_rows(run.config.model_copy(update={"output": output})).held_out
+    held_out = _rows_of_run(run).held_out
     for index in () if held_out is None else wanted(held_out):
         assert held_out is not None
         yield held_out[index], False, ()
+
+
+def _rows_of_run(run: TrainedRun) -> Loaded:
+    output = run.config.output.model_copy(update={"dir": run.folder / PREDICTIONS})  # lost rows are named there
+    return load_rows(run.config.model_copy(update={"output": output}))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -392,9 +396,8 @@ def _contamination(run: TrainedRun, rows: _Questions) -> dict[str, object] | Non
     config, fingerprint = run.config, run.encoder.fingerprint
     if not config.data.train or not (store_folder(config.data.store, fingerprint) / MANIFEST).is_file():
         return None
-    output = config.output.model_copy(update={"dir": run.folder / PREDICTIONS})  # lost rows are named there
     try:
-        train = load_rows(config.model_copy(update={"output": output})).prepared.train
+        train = _rows_of_run(run).prepared.train
     except UserError:  # the files are gone
         return None
     found = contamination([*rows.segments, *rows.histories], train, run.encoder.tokenizer)

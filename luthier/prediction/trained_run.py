@@ -101,11 +101,11 @@ class TrainedRun:
 
 def open_run(path: Path, overrides: Sequence[str] = (), *, rewards: bool = False) -> TrainedRun:
     """The run in a folder (``output.dir`` of ``luthier train``), or of a description: the run that it has left, or the
-       model as it is where the description trains nothing. A name that is neither is that of a model: its folder,
-       ``preset:NAME`` or a Hub id. ``overrides`` are of the description: ``generate.max_new_tokens=64``.
+    model as it is where the description trains nothing. A name that is neither is that of a model: its folder,
+    ``preset:NAME`` or a Hub id. ``overrides`` are of the description: ``generate.max_new_tokens=64``.
     Reward models are opened where ``rewards``.
 
-       Raises `UserError` where no finished run is there, or one of a reward model, and `ConfigError`.
+    Raises `UserError` where no finished run is there, or one of a reward model, and `ConfigError`.
     """
     if is_description(path):
         config = load_config(path, overrides)
