@@ -13,6 +13,7 @@ import pytest
 
 import luthier
 from luthier.cli.main import run
+from luthier.cli.output import reporting
 from luthier.writing import printable, to_json
 from tests.conftest import HANG_SECONDS
 
@@ -164,6 +165,13 @@ def test_a_terminal_of_ascii_gets_escapes_and_no_traceback(tmp_path: Path) -> No
         assert done.returncode in (0, 2)
         assert (done.stdout + done.stderr).isascii()
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("what", ["page", "results"])
+def test_the_place_of_a_result_is_told_as_it_is_called(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with reporting(None) as output:
+        output.tell_place(what, Path("[bold]") / "a[/b].html")
+    assert capsys.readouterr().out == f"{what} in [bold]/a[/b].html\n"
 
 
 def test_the_version_is_an_option_and_a_command(capsys: pytest.CaptureFixture[str]) -> None:
