@@ -48,7 +48,14 @@ from luthier.rendering.paths import (
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.targets import closing_weight, part_weight
 from luthier.rendering.template import Recording
-from luthier.rendering.trained_turns import CompletionSpan, Context, context_of, open_span, span_of
+from luthier.rendering.trained_turns import (
+    CompletionSpan,
+    Context,
+    begin_without_header,
+    context_of,
+    open_span,
+    span_of,
+)
 
 # --------------------------------------------------------------------------------------------------------------------
 # Rows that are compared, as conversations of which only the continuation is learned.
@@ -369,11 +376,13 @@ def _seam(history: RowHistory, recording: Recording, context: Context | None, in
     """
     if context is not None and recording.sketch.startswith(context.recording.sketch[: context.seam]):
         return context.seam
-    asked = history.recording(index, generation_prompt=True).sketch
+    prompt = history.recording(index, generation_prompt=True)
+    asked = prompt.sketch
     header = asked[common_length(asked, history.recording(index).sketch) :]
     begin, end = _between(recording, index)
-    if not header:
-        return recording.stretches[index].begin
+    own = None if header else begin_without_header(prompt, recording, index)
+    if own is not None:
+        return own
     best = 0, begin
     for place in range(begin, end):
         if recording.sketch[place] == header[:1]:

@@ -83,7 +83,7 @@ def context_of(template: ChatTemplate, history: RowHistory, index: int, control:
         if one.leaves_header():  # the model would have to write it
             continue
         asked.append(one)
-        found = one.rendered() or one.behind_header()
+        found = one.rendered() or one.behind_header() or one.without_header()
         if found is not None:
             return found
     for one in asked:
@@ -149,6 +149,15 @@ class _Asked:
             return None
         if self.ending.closing:
             start = openings.behind_closed(self.ending, self.turn.sketch, start)
+        return None if start is None else self._spliced(start)
+
+    def without_header(self) -> Context | None:
+        """The turn's own text, where prompts add nothing to the messages before them and only those are printed
+        otherwise, as Mistral's first templates have the system message in the newest question."""
+        begun = len(self.prompt.sketch)
+        if self.header or self.ending.closing or self._begun() < begun:
+            return None
+        start = begin_without_header(self.prompt, self.turn, self.index)
         return None if start is None else self._spliced(start)
 
     def behind_opened(self) -> Context | None:
@@ -229,6 +238,22 @@ class _Asked:
             return self.history.recording_with(self.index, made_up, **self.kwargs)
         except RowError:
             return None
+
+
+def begin_without_header(prompt: Recording, turn: Recording, index: int) -> int | None:
+    """Where the text of a turn begins whose ``prompt`` adds nothing to the messages before it; None if unclear.
+
+    That is where its scope does. Where no loop of the template stands at the message, it is told by what the template
+    prints behind the words of the message before: as much as in the prompt.
+    """
+    stretch, before = turn.stretches.get(index), index - 1
+    if stretch is None or not stretch.is_owned:
+        return None if stretch is None else stretch.begin
+    if before not in prompt.stretches or before not in turn.stretches:
+        return None
+    end = turn.stretches[before].content_end
+    behind = prompt.sketch[prompt.stretches[before].content_end :]
+    return end + len(behind) if turn.sketch.startswith(behind, end) else None
 
 
 def span_of(recording: Recording, control: ControlTokens, message: int, seam: int) -> CompletionSpan | None:

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from verify_chats import LOOK
 
 from luthier.check.verify.findings import Check
 from luthier.check.verify.row import RowVerifier
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.presets import tokenizer_folder
-from luthier.records import Conversation, Sample, Thinking
-from tests.rendering.chat import assistant, conversation, user
+from luthier.records import Conversation, Sample, Thinking, ToolCall
+from tests.rendering.chat import assistant, conversation, message, user
 
 THOUGHT = Thinking(text="let me see")
 ROWS = {
@@ -56,6 +57,44 @@ def test_what_training_makes_of_one_rendering_is_true_and_what_differs_is_told(
     assert verdict.notes["elsewhere_tokens"] == max(
         (count for what, count in counted.items() if what.startswith("targets of answers")), default=0
     ), "training counts the same"
+
+
+# Mistral's first templates: no header, and the tools and the system message stand in the newest question
+NEWEST = (
+    "{% macro say(m, before) %}{% if m.role == 'user' %}[INST] {{ before }}{{ m.content }}[/INST]"
+    "{% elif m.role == 'tool' %}[RESULT]{{ m.content }}[/RESULT]"
+    "{% elif m.tool_calls %}[CALLS] {% for c in m.tool_calls %}{{ c.function | tojson }}{% if c.id | length != 9 %}"
+    "{{ raise_exception('an id has 9 letters') }}{% endif %}{{ c.id }}{% endfor %}<|im_end|>"
+    "{% elif m.role == 'assistant' %} {{ m.content }}<|im_end|>{% endif %}{% endmacro %}"
+    "{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}"
+)
+BY_LOOP = NEWEST + "{% for m in messages %}{{ say(m, (tools | tojson) if tools and m == asked[-1]) }}{% endfor %}"
+BY_NUMBER = NEWEST + (
+    "{% for i in range(messages | length) %}{{ say(messages[i], messages[0].content + ' ' if loop.last) }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [BY_LOOP, BY_NUMBER], ids=["loop", "numbers"])
+@pytest.mark.parametrize("history", ["one_rendering", "inference"])
+def test_turns_without_headers_are_learned_where_they_stand(source: str, history: str) -> None:
+    template = TemplateConfig.model_validate({"chat_template": source, "history": history})
+    encoder = Encoder(ModelConfig(name_or_path=str(tokenizer_folder("tiny"))), template)
+    verifier = RowVerifier(encoder)
+    calls = [ToolCall(name="look_up", arguments={"word": word}, id=f"call0000{n}") for n, word in enumerate(("a", "b"))]
+    rows = [
+        conversation(message("system", "Be brief."), user("one?"), assistant("1"), user("two?"), assistant("2")),
+        conversation(user("one?"), assistant("1"), user("two?"), assistant("2"), user("3?"), assistant("3")),
+    ]
+    if source is BY_LOOP:
+        parts = [part for call in calls for part in (assistant(call), message("tool", "found"))]
+        rows += [replace(one, tools=(LOOK,)) for one in (*rows, conversation(user("?"), *parts, assistant("So.")))]
+    for row in rows:
+        sample = encoder.encode(row)
+        assert verifier.verify(row, sample).violations == ()
+        learned = [
+            part for ids, on in sample.unroll() for part in encoder.tokenizer.decode(ids[on]).split("<|im_end|>")
+        ]
+        assert sum(map(bool, learned)) == sum(message.role == "assistant" for message in row.messages)
 
 
 def broken(sample: Sample, how: str) -> Sample:

@@ -63,6 +63,7 @@ def test_broken_templates_are_many() -> None:
 
 # --------------------------------------------------------------------------- completions that no rendering has
 
+STOP = "<|im_end|>"
 DROPS = template(SAID, ask=OPENED)  # the prompt opens a thought, history shows none
 EMPTY = template(SAID, ask=CLOSED)  # the prompt writes an empty thought, history shows none
 REOPENS = template("</think>" + SAID, ask=CLOSED)  # T3: history begins with the closing tag
@@ -117,6 +118,13 @@ def test_what_the_model_must_not_emit_after_its_prompt_is_found(
     assert found_by in broken(source, row, completion)
 
 
+@pytest.mark.parametrize("completion", ["Yes, it is.", "  Yes, it is.", " Yes, it is. ", "[/INST] Yes, it is."])
+def test_a_turn_without_a_header_is_compared_token_by_token(completion: str) -> None:
+    row = chat(message("system", "Be brief."), *PLAIN.messages)
+    assert broken(NEWEST, row, f" Yes, it is.{STOP}") == {}
+    assert Check.COMPLETION_TOKENS in broken(NEWEST, row, completion + STOP)
+
+
 def test_a_context_without_what_the_prompt_opens_is_found() -> None:
     row = last_only(PLAIN)
     sample = sample_of(prompt_of(template(SAID), row, 1), "Yes, it is.<|im_end|>")
@@ -142,6 +150,12 @@ ENCLOSED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<|START_RESPONSE|>{{ m.content }}"
     "<|END_RESPONSE|>{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
+NEWEST = (  # Mistral's first templates: the system message stands in the newest question, while nothing follows it
+    "{% set s = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}{% for m in messages %}"
+    "{% if m.role == 'user' %}[INST] {{ s if loop.last }}{{ m.content }}[/INST]{% elif m.role == 'assistant' %}"
+    " {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+BRIEF = chat(message("system", "Be brief."), *PLAIN.messages, *ROW.messages[:2])
 TWICE = template(CALLS + "<|im_end|>\n<|im_start|>assistant\n" + SAID)
 CLOSING = "\n</think>\n\n"
 
@@ -163,6 +177,8 @@ CLOSING = "\n</think>\n\n"
         (TWICE, CALLED, ["<tool_call>\n…\n</tool_call><|im_end|>"]),
         # tags that enclose an answer are the model's own, where the template always writes the header
         (ENCLOSED, PLAIN, ["<|START_RESPONSE|>Yes, it is.<|END_RESPONSE|><|im_end|>"]),
+        # prompts add no header, and only what stands before the turn is rendered otherwise
+        (NEWEST, BRIEF, [" Yes, it is.<|im_end|>", " One.<|im_end|>"]),
         # white space before the header differs
         (template(SAID, header="\n\n<|im_start|>assistant\n"), PLAIN, ["Yes, it is.<|im_end|>"]),
     ],

@@ -138,6 +138,14 @@ ODD: dict[str, str] = {
     "{% set ns.s = m.content + '\n\n' %}{% elif m.role == 'user' %}[INST] {{ ns.s + m.content }} [/INST]{% set ns.s = '' %}"
     "{% elif m.role == 'tool' %}<|tool|>{{ m.content }}{% else %} {{ m.content }}" + CALLS + "<|end|>{% endif %}"
     "{% endfor %}",
+    "system in the newest question": "{% set s = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ s if loop.last }}{{ m.content }}[/INST]{% elif m.role == "
+    "'tool' %}<|tool|>{{ m.content }}{% elif m.role == 'assistant' %} {{ m.content }}" + CALLS + "<|end|>{% endif %}"
+    "{% endfor %}",
+    "system in the newest question, by a macro": "{% macro say(m, s) %}{% if m.role == 'user' %}[INST] {{ s }}{{ m.content "
+    "}}[/INST]{% elif m.role == 'tool' %}<|tool|>{{ m.content }}{% elif m.role == 'assistant' %} {{ m.content }}" + CALLS
+    + "<|end|>{% endif %}{% endmacro %}{% set s = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for i in range(messages | length) %}{{ say(messages[i], s + '\n\n' if s and loop.last else '') }}{% endfor %}",
     "results in one block": _loop(
         "{% if m.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|results|>{% endif %}"
         "[{{ m.content }}]{% if loop.last or loop.nextitem.role != 'tool' %}<|/results|>\n{% endif %}{% else %}" + TURN

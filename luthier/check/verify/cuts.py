@@ -22,7 +22,8 @@ class Cut:
     """A turn as rendered, ``prompt + completion + rest``; ``completion`` ends with a stop of ``stop`` characters.
 
     ``words``: the characters of ``completion`` up to the end of the row's own. ``in_row``: it is cut out of
-    the rendering of the whole row.
+    the rendering of the whole row, behind its ``header`` there. ``history``: what stands before it as rendered, where
+    that is not the prompt.
     """
 
     message: int
@@ -33,6 +34,13 @@ class Cut:
     unfinished: bool = False
     words: int = 0
     in_row: bool = False
+    header: str = ""
+    history: str = ""
+
+    def behind_prompt(self, text: str) -> str:
+        """A rendering of the turn with other words, behind the prompt."""
+        is_history = self.history and text.startswith(self.history)
+        return self.prompt + text[len(self.history) :] if is_history else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +75,16 @@ class RenderedCase:
             history = ""
         return self.tokenizer.hide(added_text(history, prompt))
 
-    def reading(self, index: int, prompt: str, completion: str, **kwargs: object) -> CompletionReading:
-        """A completion that was rendered, to be read as message ``index``.
+    def reading(self, cut: Cut, completion: str) -> CompletionReading:
+        """The completion of a turn that was rendered, without its stop, to be read as the turn's message.
 
         Some templates print no header behind the result of a tool, where inference goes on, and one in the history.
         The model has to write it then, and does: it is part of the prompt that other turns have.
         """
+        index, prompt, kwargs = cut.message, cut.prompt, cut.kwargs
         header, shown = cache(partial(self.header, index, prompt, **kwargs)), self.tokenizer.hide(completion)
+        if cut.in_row:
+            header = cache(partial(self.tokenizer.hide, cut.header))
         if index and self.row.messages[index - 1].role == "tool" and not header().strip():
             question = next((i for i, message in enumerate(self.row.messages) if message.role == "user"), None)
             if question is not None and question + 1 < index:
@@ -113,14 +124,41 @@ def cut_turn(shown: RenderedCase, index: int) -> tuple[Cut | None, list[tuple[st
 def cut_under(shown: RenderedCase, index: int, prompt: str, kwargs: Mapping[str, object]) -> Cut | None:
     """The turn under one switch; None if it does not begin with its prompt. Raises `RowError`."""
     text = shown.turn(index, **kwargs)
-    if not text.startswith(prompt) or not _is_before_answer(shown, index, prompt, kwargs):
+    history = prompt if text.startswith(prompt) else _history_without_header(shown, index, prompt, text, kwargs)
+    if history is None or not _is_before_answer(shown, index, history, kwargs):
         return None
     tail = _behind_answer(shown, index, (), kwargs)
-    rest = text[len(prompt) :]
+    rest = text[len(history) :]
     if tail is None or not rest.endswith(tail):
         tail = rest  # nothing is known of where the answer ends
-    cut = Cut(message=index, prompt=prompt, completion=rest, stop=0, kwargs=kwargs, words=len(rest) - len(tail))
+    cut = Cut(
+        message=index,
+        prompt=prompt,
+        completion=rest,
+        stop=0,
+        kwargs=kwargs,
+        words=len(rest) - len(tail),
+        history="" if history == prompt else history,
+    )
     return _completion(shown, cut, tail)
+
+
+def _history_without_header(
+    shown: RenderedCase, index: int, prompt: str, text: str, kwargs: Mapping[str, object]
+) -> str | None:
+    """What a turn has before it as rendered, where prompts add nothing to the messages and the template prints these
+    otherwise once a turn follows (Mistral has the system message in the newest question, and in no answered one).
+
+    ``…[INST] Be brief. Hi[/INST]`` asks, ``…[INST] Hi[/INST] Yes.</s>`` is the turn: its history ends with what
+    stands behind the last words of the message before it. None for any other template.
+    """
+    if not index or prompt != shown.printer.render(shown.row.messages[:index], shown.row.tools, **kwargs):
+        return None
+    asked = _behind_answer(shown, index - 1, (), kwargs)
+    said = _behind_answer(shown, index - 1, shown.row.messages[index : index + 1], kwargs)
+    if asked is None or said is None or not said.startswith(asked) or not text.endswith(said):
+        return None
+    return text[: len(text) - len(said) + len(asked)]
 
 
 def cut_elsewhere(shown: RenderedCase, index: int, own: Cut | None, whole_text: str) -> Cut | None:
@@ -144,17 +182,25 @@ def cut_elsewhere(shown: RenderedCase, index: int, own: Cut | None, whole_text: 
             break
     history = shown.printer.render(messages[:index], shown.row.tools) if index else ""
     header = added_text(history, shown.prompt(index))
+    if not header:
+        behind = _behind_answer(shown, index - 1, (), {}) if index else None
+        seam = begin + len(behind or "")
+        if behind is None or not whole_text.startswith(behind, begin):
+            return None
+        return _cut_at(shown, index, whole_text, seam, tail, header)
     for length in range(len(header), 0, -1):
         if length < len(header) and header[length - 1] not in "\n>]":
             continue
         place = whole_text.find(header[:length], begin, len(whole_text) - len(tail))
         if place >= 0 and header[:length].strip():
-            seam = place + length
-            cut = Cut(
-                message=index, prompt=whole_text[:seam], completion=whole_text[seam:], stop=0, kwargs={}, in_row=True
-            )
-            return _completion(shown, cut, tail)
+            return _cut_at(shown, index, whole_text, place + length, tail, header[:length])
     return None
+
+
+def _cut_at(shown: RenderedCase, index: int, whole_text: str, seam: int, tail: str, header: str) -> Cut:
+    prompt, rest = whole_text[:seam], whole_text[seam:]
+    cut = Cut(message=index, prompt=prompt, completion=rest, stop=0, kwargs={}, in_row=True, header=header)
+    return _completion(shown, cut, tail)
 
 
 def _is_before_answer(shown: RenderedCase, index: int, prompt: str, kwargs: Mapping[str, Any]) -> bool:
@@ -177,12 +223,23 @@ def _behind_answer(
 ) -> str | None:
     """What the template prints behind the last string of a turn; None if the turn has none, or cannot be marked."""
     messages = shown.row.messages
-    marked = (*messages[:index], mark_ends(messages[index], MARK), *following)
-    try:
-        _, mark, behind = shown.printer.render(marked, shown.row.tools, **kwargs).rpartition(MARK)
-    except RowError:
-        return None
-    return behind if mark else None
+    marked = mark_ends(messages[index], MARK)
+    for one in (marked, _with_ids_of(messages[index], marked)):  # some templates ask how long an id is
+        try:
+            text = shown.printer.render((*messages[:index], one, *following), shown.row.tools, **kwargs)
+        except RowError:
+            continue
+        _, mark, behind = text.rpartition(MARK)
+        return behind if mark else None
+    return None
+
+
+def _with_ids_of(message: Message, marked: Message) -> Message:
+    parts = tuple(
+        replace(part, id=own.id) if isinstance(part, ToolCall) and isinstance(own, ToolCall) else part
+        for part, own in zip(marked.parts, message.parts, strict=True)
+    )
+    return replace(marked, parts=parts, tool_call_id=message.tool_call_id)
 
 
 def _completion(shown: RenderedCase, cut: Cut, tail: str) -> Cut:

@@ -298,12 +298,12 @@ def _expected_turn(policy: TurnPolicy, cut: Cut, whole_text: str, shown: Rendere
     (prompt,) = tokenizer.encode(neutral.readable([cut.prompt], tokenizer), forged=neutral.forged)
     readable, shown_stop = neutral.readable([cut.completion, stop_text], tokenizer)
     completion, stop = tokenizer.continue_text([readable, shown_stop], forged=neutral.forged)
-    reading = shown.reading(cut.message, cut.prompt, body, **cut.kwargs)
+    reading = shown.reading(cut, body)
     message, following = neutral.messages[cut.message], neutral.messages[cut.message + 1 :] if cut.in_row else ()
 
     def render(marked: Message) -> str:
         messages = (*neutral.messages[: cut.message], marked, *following)
-        return shown.printer.render(messages, neutral.tools, **cut.kwargs)
+        return cut.behind_prompt(shown.printer.render(messages, neutral.tools, **cut.kwargs))
 
     owned = owned_text(policy, message, render, (cut.prompt, cut.completion), neutral, tokenizer)
     return ExpectedTurn(
