@@ -152,13 +152,20 @@ class _Asked:
         return None if start is None else self._spliced(start)
 
     def without_header(self) -> Context | None:
-        """The turn's own text, where prompts add nothing to the messages before them and only those are printed
-        otherwise, as Mistral's first templates have the system message in the newest question."""
-        begun = len(self.prompt.sketch)
-        if self.header or self.ending.closing or self._begun() < begun:
+        """The turn's own text, where it has no header and only the messages before it are printed otherwise.
+
+        Prompts add nothing at all (Mistral's first templates, which have the system message in the newest question), or
+        the template prints a second answer without the header that its prompt has (Gemma 4), from its words on.
+        """
+        stretch, begun = self.turn.stretches.get(self.index), self._begun()
+        if stretch is None or self.ending.closing:
             return None
-        start = begin_without_header(self.prompt, self.turn, self.index)
-        return None if start is None else self._spliced(start)
+        if not self.header and begun == len(self.prompt.sketch):
+            start = begin_without_header(self.prompt, self.turn, self.index)
+            return None if start is None else self._spliced(start)
+        owner = self.turn.owner(stretch.begin)
+        is_of_words = owner.message == self.index and owner.field is not None and not stretch.is_owned
+        return self._spliced(stretch.begin) if is_of_words else None
 
     def behind_opened(self) -> Context | None:
         """The thought that the prompt opens, the tag that closes it, and the turn behind its header."""

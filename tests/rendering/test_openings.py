@@ -94,6 +94,14 @@ def test_a_thought_that_is_left_open_is_closed_by_the_model() -> None:
         assert found[answer].startswith(prompt + answer)
 
 
+def test_an_answer_that_the_template_prints_without_a_header_is_learned_behind_the_prompt_of_inference() -> None:
+    row = conversation(user("hi"), assistant("hello"), assistant("again"))
+    template, [path] = paths_of(SMALL, row)
+    prompt = template.render(row.messages[:2], generation_prompt=True)
+    assert prompt.endswith("hello<turn|>\n<|turn>model\n")
+    assert whole(path).startswith(prompt + "again<turn|>") and trained(path) == "hello<turn|>again<turn|>"
+
+
 @pytest.mark.parametrize(
     "prompt, opening, closing, is_open",
     [

@@ -144,7 +144,7 @@ def cut_under(shown: RenderedCase, index: int, prompt: str, kwargs: Mapping[str,
 
 
 def _history_without_header(
-    shown: RenderedCase, index: int, prompt: str, text: str, kwargs: Mapping[str, object]
+    shown: RenderedCase, index: int, prompt: str, text: str, kwargs: Mapping[str, Any]
 ) -> str | None:
     """What a turn has before it as rendered, where prompts add nothing to the messages and the template prints these
     otherwise once a turn follows (Mistral has the system message in the newest question, and in no answered one).
