@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
 from typing import Never
 
 from luthier.errors import RowError
@@ -27,6 +27,7 @@ from luthier.writing import counted
 
 LONGEST_SHOWN = 60
 SHORTEST_REPEATED = 8  # characters; shorter ones may well stand in a call besides
+MOST_WAYS = 64  # to find the texts of an answer beside calls, where they are short words
 _HOLE = "\0"  # where a text of the row was
 _MARKUP = r"</?[\w|:.▁｜-]{1,40}>|\[/?[A-Z_]{2,40}\]|◁/?\w{1,40}▷"
 _TAG = re.compile(_MARKUP)
@@ -47,6 +48,7 @@ def require_answer(
     has_header: bool,
     may_lack_thought: bool,
     closing: str = "",
+    notation: Callable[[], str] = str,
     field: str,
 ) -> None:
     """Raise `RowError` unless ``learned``, without its stop, is the message with tags around its texts.
@@ -54,7 +56,7 @@ def require_answer(
     ``has_header``: the template's prompts write a header, so that a name between control tokens (gpt-oss's channels) is
     no header that the model would have to emit. ``may_lack_thought``: this turn's thought may be left out. ``closing``
     closes the thought that the prompt leaves open, if it does: the model has to emit it, and the answer's own text may
-    not be what closes it.
+    not be what closes it. ``notation`` gives what the template prints of the turn with other words for its texts.
     """
     thought = _text_of(message, Thinking)
     answer = _text_of(message, Text)
@@ -63,42 +65,77 @@ def require_answer(
         around_tags = re.compile(rf"\s*({_MARKUP})\s*")
         learned, thought, answer = (around_tags.sub(r"\1", text) for text in (learned, thought, answer))
     marks = [(start, end) for start, end, _ in _marks(learned, control)]
-    end = len(learned)
-    holes: list[tuple[int, int]] = []
-    # from the end on, as marks and names stand before a text; with calls from the beginning, as they stand behind
-    for text, kind in ((answer, "answer"), (thought, "thought")):
-        if not text:
-            continue
-        places = _places(text, learned, marks, end)
-        if not places and may_lack_thought and kind == "thought":
-            continue
-        if not places:
-            raise _not_there(text, kind, learned, field)
-        place = places[0] if calls else places[-1]
-        if calls and kind == "answer" and thought:  # behind the thought
-            behind = [p for p in places if _places(thought, learned, marks, p)]
-            place = behind[0] if behind else place
-        holes.insert(0, (place, place + len(text)))
-        end = place
-    _require_closed(closing, learned, holes, has_answer=bool(answer), field=field)
-    edges = [0, *(edge for hole in holes for edge in hole), len(learned)]
-    rest = _HOLE.join(learned[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True))
+    # from the end on, as marks and names stand before a text
+    texts = [(text, kind) for text, kind in ((answer, "answer"), (thought, "thought")) if text]
+    ways = list(islice(_ways(texts, learned, marks, len(learned), calls, may_lack_thought), MOST_WAYS))
+    if not ways:
+        missing = (one for one in texts if not _places(one[0], learned, marks, len(learned)))
+        raise _not_there(*next(missing, texts[-1]), learned, field)
+    refused: RowError | None = None
+    for holes in ways:
+        try:
+            _require_closed(closing, learned, holes, has_answer=bool(answer), field=field)
+            edges = [0, *(edge for hole in holes for edge in hole), len(learned)]
+            rest = _HOLE.join(learned[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True))
+            _require_rest(
+                (thought, answer), calls, rest, control, has_header=has_header, notation=notation, field=field
+            )
+            return
+        except RowError as error:
+            refused = refused or error
+    assert refused is not None, "there is a way"
+    raise refused
+
+
+def _ways(
+    texts: Sequence[tuple[str, str]],
+    learned: str,
+    marks: Sequence[tuple[int, int]],
+    end: int,
+    calls: Sequence[ToolCall],
+    may_lack_thought: bool,
+) -> Iterator[list[tuple[int, int]]]:
+    """Where the texts stand before ``end``, one before the other: their last places, or all of them beside calls, whose
+    notation may have the same words."""
+    if not texts:
+        yield []
+        return
+    (text, kind), *others = texts
+    places = _places(text, learned, marks, end)
+    if not places and may_lack_thought and kind == "thought":
+        yield from _ways(others, learned, marks, end, calls, may_lack_thought)
+    for place in places if calls else places[-1:]:
+        for before in _ways(others, learned, marks, place, calls, may_lack_thought):
+            yield [*before, (place, place + len(text))]
+
+
+def _require_rest(
+    texts: tuple[str, str],
+    calls: Sequence[ToolCall],
+    rest: str,
+    control: ControlTokens,
+    *,
+    has_header: bool,
+    notation: Callable[[], str],
+    field: str,
+) -> None:
+    """Raise `RowError` unless what is learned besides the thought and the answer are the calls and markup."""
     for call in calls:
         _require_call(call, rest, field)
     if calls:
         _require_scalars(calls, rest, field)
         # whatever notation a call has, words belong to it; a long text printed besides does not
         between = _between_marks(rest, control)
-        added = [
-            text
-            for text in (thought, answer)
-            if len(text) >= SHORTEST_REPEATED and between.count(text) > _times_in_calls(text, calls)
-        ]
+        added = []
+        for text in texts:
+            times = between.count(text) if len(text) >= SHORTEST_REPEATED else 0
+            if times > _times_in_calls(text, calls) and times > _between_marks(notation(), control).count(text):
+                added.append(text)
         added += _words_beside_calls(calls, rest, control, has_header=has_header)
     else:
         added = list(_added_words(rest, control, has_header=has_header))
     if added:
-        _refuse_added(added[0], (thought, answer), rest, field)
+        _refuse_added(added[0], texts, rest, field)
 
 
 def _require_closed(

@@ -8,9 +8,10 @@ blueprint, which serves every row of the same shape that answers the template's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
+from typing import Any
 
 from luthier import records
 from luthier.config.choices import RowKind
@@ -57,6 +58,7 @@ MOST_BLUEPRINTS = 5_000
 MOST_VARIANTS = 16  # blueprints of one shape
 MOST_KEPT = 256  # messages of a row whose blueprint is kept for others: those of longer rows take much memory
 MOST_RENDERED = 2_000_000  # messages in all prompts of one row, each answer having its own: three seconds
+OTHER_WORD = "zqotherqz"
 MOST_ONCE = 50_000_000  # the same where a row is rendered once, and its prompts are only compared with it: ten seconds
 
 
@@ -395,6 +397,7 @@ class Renderer:
                 has_header=template.header != "",
                 may_lack_thought=one_rendering and span.message < last,
                 closing=closing_of_thought(path.recording.sketch[: span.seam], tags),
+                notation=partial(_notation, template, row, span.message, path.kwargs),
                 field=f"messages[{span.message}]",
             )
 
@@ -462,6 +465,22 @@ def _refuse_too_many(row: records.Conversation, num_turns: int, history: History
         f"{counted(rendered, 'message')} to render; {most:,} are allowed for one row: {' or '.join(ways_out)}",
         field="messages",
     )
+
+
+def _notation(template: ChatTemplate, row: records.Conversation, index: int, kwargs: Mapping[str, Any]) -> str:
+    """What the template prints of a turn with other words for its texts; "" where it prints its history otherwise."""
+    message = row.messages[index]
+    parts = (
+        replace(one, text=OTHER_WORD) if isinstance(one, records.Text | records.Thinking) and one.text.strip() else one
+        for one in message.parts
+    )
+    messages = (*row.messages[:index], replace(message, parts=tuple(parts)))
+    try:
+        history = template.render(messages[:index], row.tools, **kwargs)
+        text = template.render(messages, row.tools, **kwargs)
+    except RowError:
+        return ""
+    return text[len(history) :] if text.startswith(history) else ""
 
 
 def _is_unasked(row: records.Conversation, index: int) -> bool:

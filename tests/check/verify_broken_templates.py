@@ -134,6 +134,8 @@ BROKEN = [
           "{{ m.tool_calls[0].function | tojson }}\n</tool_call>{% endif %}" + SAID),
           chat(message("user", "Both?"), message("assistant", ToolCall(name="f", arguments={"city": "Rome"}),
                ToolCall(name="f", arguments={"city": "Oslo"})))),
+    _case("a piece of a call's notation is printed twice", template("{{ m.content }}\n" + CALLS + SAID),
+          chat(message("user", "Look"), message("assistant", '", "arguments": {', ToolCall(name="f", arguments={})))),
     _case("words beside a call are printed twice", template("{{ m.content }}\n" + CALLS + SAID),
           chat(message("user", "Look"), message("assistant", "I will look it up.", ToolCall(name="f", arguments={})))),
 ]  # fmt: skip
@@ -144,6 +146,9 @@ RIGHT = [
     _case("with an empty thought of the prompt, and of every turn",
           template(SAID, ask=CLOSED, header="<|im_start|>assistant\n<think>\n\n</think>\n\n")),
     _case("with calls", template("{{ m.content }}" + CALLS + "<|im_end|>\n"), ASKED),
+    _case("with an answer that is a piece of its call's notation", template("{{ m.content }}" + CALLS + "<|im_end|>\n"),
+          replace(ASKED, messages=(ASKED.messages[0],
+                                   message("assistant", '", "arguments": {', *ASKED.messages[1].parts)))),
     _case("with answers trimmed", template("{{ m.content | trim }}<|im_end|>\n")),
     _case("with a channel", template("<|im_start|>final<|im_start|>" + SAID,
           ask="{% if add_generation_prompt %}<|endoftext|>assistant{% endif %}", header="<|endoftext|>assistant")),

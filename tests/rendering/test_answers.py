@@ -354,3 +354,48 @@ def test_a_row_without_a_thought_and_a_template_that_reads_thoughts_have_no_such
         "('<think>' + message.reasoning_content + '</think>' if message.reasoning_content else '') + message.content +",
     )
     assert THOUGHT_IN_LETTERS not in dict(renderer(reading).fill(thought).notes)
+
+
+# ------------------------------------------------------------- answers that are words of the notation of their calls
+
+NOTED = (
+    "call", "find", "what", "x", "name", "arguments", "function", "<function=", "<tool_call>", "</tool_call>",
+    '", "arguments":', '{"name": "find",', "call:find",
+)  # fmt: skip
+ARGUMENTS = "{{ call.function.arguments | tojson }}"
+NOTATIONS = {
+    "json": "<tool_call>{{ call.function | tojson }}</tool_call>",
+    "colon": "<tool_call>call:{{ call.function.name }}" + ARGUMENTS + "</tool_call>",
+    "tags": "<tool_call><function={{ call.function.name }}>" + ARGUMENTS + "</function></tool_call>",
+}
+
+
+def with_notation(call: str, *, before: bool = False, behind: bool = False) -> str:
+    said, calls = "{{ message.content or '' }}", "{% for call in message.tool_calls or [] %}" + call + "{% endfor %}"
+    turn = (said if before else "") + calls + (said if behind else "")
+    return (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+        "{% if message.role == 'user' %}" + said + "{% else %}" + turn + "{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+@pytest.mark.parametrize("said", NOTED)
+@pytest.mark.parametrize("notation", NOTATIONS)
+def test_an_answer_may_be_a_word_of_its_calls_notation(notation: str, said: str) -> None:
+    call = ToolCall(name="find", arguments={"what": "x"})
+    one, other = conversation(user("u"), assistant(said, call)), conversation(user("u"), assistant("Zq", call))
+    for place in ("before", "behind"):
+        source = with_notation(NOTATIONS[notation], **{place: True})
+        wanted = trained(renderer(source).render(other).paths[0]).replace("Zq", said)
+        assert trained(renderer(source).render(one).paths[0]) == wanted
+
+
+@pytest.mark.parametrize("said", NOTED)
+@pytest.mark.parametrize("notation", NOTATIONS)
+def test_a_word_of_a_calls_notation_that_is_printed_twice_is_found(notation: str, said: str) -> None:
+    source = with_notation(NOTATIONS[notation], before=True, behind=True)
+    call = ToolCall(name="find", arguments={"what": "x"})
+    with pytest.raises(RowError) as caught:
+        renderer(source).render(conversation(user("u"), assistant(said, call)))
+    assert caught.value.reason == "answer_repeated"

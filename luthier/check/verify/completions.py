@@ -103,7 +103,7 @@ class CompletionReading:
 
     ``completion`` has no stop at its end; ``header`` gives what the generation prompt adds to the history, which is
     rendered only if it matters, and ``prompt`` is the text that ends with it; ``loosely``: white space says nothing,
-    for the template reads tags in the row's text and lays it out anew.
+    for the template reads tags in the row's text and lays it out anew; ``notation`` prints other words for its texts.
     """
 
     header: Callable[[], str]
@@ -111,6 +111,7 @@ class CompletionReading:
     completion: str
     said: Said
     loosely: bool = False
+    notation: Callable[[], str] = str
 
     def faults(self) -> Iterator[Finding]:
         """What is wrong with it, of the best way to read it."""
@@ -122,7 +123,7 @@ class CompletionReading:
         opened = [turn for turn in map(_turn_of_thought, thoughts) if turn is not None]
         best: list[Finding] | None = None
         for places in islice(_places(text, said.items), MOST_PLACES):
-            found = list(_faults_of(text, header, opened, said, places))
+            found = list(_faults_of(text, header, opened, said, places, self.notation))
             if not found:
                 return
             best = found if best is None or len(found) < len(best) else best
@@ -165,7 +166,12 @@ def _missing(text: str, said: Said) -> Iterator[Finding]:
 
 
 def _faults_of(
-    text: str, header: _Header, opened: Sequence[bool], said: Said, places: Sequence[tuple[int, int]]
+    text: str,
+    header: _Header,
+    opened: Sequence[bool],
+    said: Said,
+    places: Sequence[tuple[int, int]],
+    notation: Callable[[], str],
 ) -> Iterator[Finding]:
     gaps, end = [], 0
     for begin, stop in places:
@@ -186,7 +192,8 @@ def _faults_of(
     for name, item in said.items:
         is_tag = re.fullmatch(_TAG, item) is not None  # the notation of a call may have it
         printed = sum(gap.count(item) for gap in gaps) if len(item) >= SHORTEST_REPEATED and not is_tag else 0
-        if printed and printed > sum(_times_in_call(item, arguments, text) for arguments in said.calls):
+        own = sum(_times_in_call(item, arguments, text) for arguments in said.calls)
+        if printed > own and printed > notation().count(item):
             yield Check.ANSWER_DECODES, f"the {name} is learned twice: {short(_shown(text))}"
     values = [value for gap in gaps for value in json_values(gap)]  # a thought or an answer may quote a call
     for arguments in said.calls:
@@ -241,9 +248,8 @@ def _thought_faults(gaps: Sequence[str], opened: Sequence[bool], said: Said) -> 
 
     ``opened`` are the prompt's: True for each that opens a thought, False for one that closes it.
     """
-    is_open, num_opened, is_closed = False, sum(opened), False
-    if opened:
-        is_open, is_closed = opened[-1], not opened[-1]
+    num_opened, is_open = sum(opened), bool(opened) and opened[-1]
+    is_closed = bool(opened) and not is_open
     for number, gap in enumerate(gaps):
         for tag in re.findall(_TAG, gap):
             turn = _turn_of_thought(tag)

@@ -12,7 +12,7 @@ from luthier.check.verify.findings import Method
 from luthier.check.verify.plain_template import Printer, thinking_switches
 from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer
 from luthier.errors import RowError
-from luthier.records import Message, Text, ToolCall
+from luthier.records import Message, Text, Thinking, ToolCall
 
 MARK = "zqendqz"
 
@@ -98,7 +98,19 @@ class RenderedCase:
             completion=shown,
             said=Said.of(self.row.messages[index].parts, self.tokenizer.hide),
             loosely=self.row.method is Method.READ_BY_TEMPLATE,
+            notation=cache(partial(self._notation, cut)),
         )
+
+    def _notation(self, cut: Cut) -> str:
+        """What the template prints of a turn with another word for each of its texts; "" where that is unclear."""
+        message = self.row.messages[cut.message]
+        parts = tuple(replace(one, text=MARK) if isinstance(one, Text | Thinking) else one for one in message.parts)
+        messages = (*self.row.messages[: cut.message], replace(message, parts=parts))
+        try:
+            text = cut.behind_prompt(self.printer.render(messages, self.row.tools, **cut.kwargs))
+        except RowError:
+            return ""
+        return self.tokenizer.hide(text[len(cut.prompt) :]) if text.startswith(cut.prompt) else ""
 
 
 def cut_turn(shown: RenderedCase, index: int) -> tuple[Cut | None, list[tuple[str, Mapping[str, object]]]]:
