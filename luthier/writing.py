@@ -38,6 +38,11 @@ def counted(number: float, one: str, many: str = "") -> str:
     return f"{shown} {one if number == 1 else many or one + 's'}"
 
 
+def shortened(text: str, length: int) -> str:
+    """The text, or where it is longer its first characters and ``…``, which are ``length`` in all."""
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
 def printable(text: str) -> str:
     """The text with every character that could steer a terminal, or turn what is read around, written as ``\\u001b``.
 

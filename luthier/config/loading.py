@@ -26,6 +26,7 @@ from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, pars
 from luthier.config.yaml_text import MAX_DEPTH, Parsed, parse_yaml
 from luthier.errors import ConfigError, Problem
 from luthier.plugins import load_plugins
+from luthier.writing import shortened
 
 IN_MEMORY = "<config>.json"  # what messages call a description that has no file
 # A run description as programs may give it: the path of its file, the same as a dict, or what was made of either.
@@ -175,7 +176,7 @@ def apply_overrides(tree: Node, overrides: Sequence[str]) -> tuple[Node, list[Pr
 
 
 def _put_override(tree: Node, override: str) -> tuple[Node, list[Problem]]:
-    name = f"override {override if len(override) <= LONGEST_SHOWN else override[: LONGEST_SHOWN - 1] + '…'}"
+    name = f"override {shortened(override, LONGEST_SHOWN)}"
     key, equals, text = override.partition("=")
     path = parse_path(key.strip().removeprefix("--"))
     if not equals or path is None:

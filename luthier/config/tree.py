@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from luthier.writing import counted
+from luthier.writing import counted, shortened
 
 KeyPath = tuple[str | int, ...]
 
@@ -186,6 +186,5 @@ def _index(step: str | int, length: int) -> int:
     return step
 
 
-def _cut(text: str, length: int = 60) -> str:
-    text = " ".join(text.split()) if "\n" in text else text
-    return text if len(text) <= length else text[: length - 1] + "…"
+def _cut(text: str) -> str:
+    return shortened(" ".join(text.split()) if "\n" in text else text, 60)

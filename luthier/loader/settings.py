@@ -28,7 +28,7 @@ from luthier.loader.stream_state import LoaderState
 from luthier.media import MediaSource
 from luthier.media.families.family import PackingSupport
 from luthier.metrics.table import metrics_of_answers
-from luthier.packing.order import MixtureSettings, RowOrder, check_mixture
+from luthier.packing.order import MixtureSettings, RowOrder, check_mixture, rows_trained
 from luthier.packing.settings import PlanSettings, Segments, UnitKind, held_tokens
 from luthier.preparation.prepare import Progress, prepare
 from luthier.preparation.prepared import Prepared, num_held_out
@@ -341,9 +341,7 @@ def _tokens_per_row(rows: RowTable, settings: PlanSettings) -> tuple[float, ...]
     tokens = np.bincount(
         table.source_ids, weights=table.lengths - (0 if held is None else held), minlength=len(rows.weights)
     )
-    ends = np.cumsum(np.asarray(rows.counts, dtype=np.int64))
-    counts = np.diff(ends - np.searchsorted(rows.held_out, ends), prepend=0)
-    return tuple((tokens / np.maximum(counts, 1)).tolist())
+    return tuple((tokens / np.maximum(rows_trained(rows.counts, rows.held_out), 1)).tolist())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -142,8 +142,7 @@ class RowOrder:
         """The order of an epoch. Raises `UserError` where a source without rows should have a share, and where the
         weights make an epoch of far more rows than there are."""
         assert len(self.counts) == len(self.mixture.weights), f"{self.counts} rows, {self.mixture.weights} weights"
-        ends = np.cumsum(np.asarray(self.counts, dtype=np.int64))
-        sizes = np.diff(ends - np.searchsorted(self.held_out, ends), prepend=0)
+        sizes = rows_trained(self.counts, self.held_out)
         match self.mixture.by:
             case MixtureBy.EPOCHS:
                 drawn: EpochOrder = _Shuffled(sizes, self.mixture.weights, self.seed, number)
@@ -172,6 +171,12 @@ class _PassingOver:
         rows = self.order.rows(start, stop)
         before = np.searchsorted(self.held_out - np.arange(len(self.held_out)), rows, side="right")
         return rows + before.astype(np.int64)
+
+
+def rows_trained(counts: Sequence[int], held_out: Ints) -> Ints:
+    """int64: how many rows of each source are not among ``held_out``, which ascend."""
+    ends = np.cumsum(np.asarray(counts, dtype=np.int64))
+    return np.diff(ends - np.searchsorted(held_out, ends), prepend=0)
 
 
 def hold_out_part(num_rows: int, start: int, stop: int, *, seed: int) -> Ints:

@@ -113,10 +113,10 @@ class MessageBody(_Body, frozen=True):
     tool_calls: list[CallBody] | None = None
     reasoning_content: str | None = None
     thinking: str | None = None  # vLLM's older name of it
-    refusal: Any = None
-    annotations: Any = None
-    audio: Any = None
-    function_call: Any = None
+    refusal: object = None
+    annotations: object = None
+    audio: object = None
+    function_call: object = None
 
 
 class StreamOptions(_Body, frozen=True):
@@ -148,9 +148,9 @@ class SamplingBody(_Body, frozen=True):
     user: str | None = None  # of accounting, which is not done here, as the two that follow
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    logit_bias: Any = None
+    presence_penalty: object = None
+    frequency_penalty: object = None
+    logit_bias: object = None
 
 
 class ChatBody(SamplingBody, frozen=True, kw_only=True):
@@ -159,23 +159,23 @@ class ChatBody(SamplingBody, frozen=True, kw_only=True):
     messages: list[MessageBody]
     max_completion_tokens: AboveNone | None = None
     tools: list[JsonObject] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
+    tool_choice: object = None
+    parallel_tool_calls: object = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     chat_template_kwargs: JsonObject | None = None
-    response_format: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    modalities: Any = None
-    audio: Any = None
-    functions: Any = None
-    function_call: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    service_tier: Any = None
-    store: Any = None
-    metadata: Any = None
+    response_format: object = None
+    reasoning_effort: object = None
+    verbosity: object = None
+    modalities: object = None
+    audio: object = None
+    functions: object = None
+    function_call: object = None
+    prediction: object = None
+    web_search_options: object = None
+    service_tier: object = None
+    store: object = None
+    metadata: object = None
 
 
 class CompletionBody(SamplingBody, frozen=True, kw_only=True):
@@ -189,8 +189,8 @@ class CompletionBody(SamplingBody, frozen=True, kw_only=True):
     draw: Annotated[int, Meta(ge=0)] | None = None  # with the seed it decides the random numbers: `Request.draw`
     first_sample: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     tempered: bool | None = None
-    best_of: Any = None
-    suffix: Any = None
+    best_of: object = None
+    suffix: object = None
 
 
 class TokenizeBody(_Body, frozen=True):
@@ -201,9 +201,9 @@ class TokenizeBody(_Body, frozen=True):
     prompt: str | UnsetType = UNSET
     tools: list[JsonObject] | None = None
     chat_template_kwargs: JsonObject | None = None
-    add_generation_prompt: Any = True
+    add_generation_prompt: object = True
     add_special_tokens: bool | None = None
-    continue_final_message: Any = None
+    continue_final_message: object = None
     return_token_strs: bool | None = None
 
 

@@ -16,7 +16,7 @@ from luthier.check.diff.runs import RowChange, RunDiff
 from luthier.check.show.html import render, spaces_visible
 from luthier.check.show.token_text import CLOSE, OPEN, lines_visible, visible
 from luthier.terminal import plain_table
-from luthier.writing import counted
+from luthier.writing import counted, shortened
 
 TARGET, CHANGED = "bold green", "bold reverse yellow"
 LONGEST_VALUE = 60  # characters of a setting
@@ -167,8 +167,7 @@ def _style(unit: ExcerptToken, *, is_first: bool) -> str:
 
 
 def _short(value: str) -> str:
-    line = visible(value)
-    return line if len(line) <= LONGEST_VALUE else line[: LONGEST_VALUE - 1] + "…"
+    return shortened(visible(value), LONGEST_VALUE)
 
 
 # --------------------------------------------------------- A comparison of two runs as one page that needs nothing else
