@@ -20,18 +20,7 @@ from itertools import groupby, islice
 from luthier.config.schema import TrainOn
 from luthier.errors import RowDropped, RowError
 from luthier.layout.trees import join_trees, tree_of_runs
-from luthier.records import (
-    Conversation,
-    Feedback,
-    Media,
-    MediaPiece,
-    Message,
-    Piece,
-    Preference,
-    Rendered,
-    Row,
-    Sample,
-)
+from luthier.records import Conversation, Feedback, Media, MediaPiece, Message, Piece, Preference, Rendered, Row, Sample
 from luthier.rendering.other_rows import continuations, unlearned, with_system
 from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns
 from luthier.writing import counted

@@ -23,13 +23,7 @@ from luthier.config.schema import ExportConfig
 from luthier.engines.local import LocalEngine, base_of
 from luthier.errors import ModelError, UserError, install_hint
 from luthier.export.checks import ExportCheck, ExportProof, bound_of, check_result
-from luthier.export.gguf import (
-    GGUF_BOUNDS,
-    check_installed,
-    convert,
-    converter_folder,
-    prove_gguf,
-)
+from luthier.export.gguf import GGUF_BOUNDS, check_installed, convert, converter_folder, prove_gguf
 from luthier.export.ollama import MODELFILE, modelfile
 from luthier.export.pictures import golden_pictures
 from luthier.export.pre_tokenizers import PROBE

@@ -10,15 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from peft import (
-    EvaConfig,
-    LoraConfig,
-    OFTConfig,
-    PeftConfig,
-    PeftModel,
-    VeraConfig,
-    get_peft_model,
-)
+from peft import EvaConfig, LoraConfig, OFTConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model
 from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers import PreTrainedModel

@@ -19,10 +19,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from luthier.config.choices import QuantizationType, Sharding

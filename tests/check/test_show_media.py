@@ -26,18 +26,7 @@ from luthier.collation import MediaInputs, collate_packs
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.owners import leaf_owners, token_owners
 from luthier.media import MediaAccess, MediaKind, sampled_frames
-from luthier.records import (
-    Audio,
-    AudioHeader,
-    Document,
-    Image,
-    MediaItem,
-    Pack,
-    Row,
-    Text,
-    Video,
-    VideoHeader,
-)
+from luthier.records import Audio, AudioHeader, Document, Image, MediaItem, Pack, Row, Text, Video, VideoHeader
 
 SLOTS = ("<|image_pad|>", "<|video_pad|>")
 

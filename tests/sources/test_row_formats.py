@@ -9,16 +9,7 @@ from spoken_rows import ADDRESS, ASSISTANT, CALL, USER, chat, convert, said
 
 from luthier.config.schema import Format
 from luthier.errors import RowError
-from luthier.records import (
-    Conversation,
-    Document,
-    Feedback,
-    Image,
-    Preference,
-    Text,
-    Thinking,
-    ToolCall,
-)
+from luthier.records import Conversation, Document, Feedback, Image, Preference, Text, Thinking, ToolCall
 from tests.conftest import reason_is
 
 # ------------------------------------------------------------------------------------------------------- alpaca

@@ -8,14 +8,7 @@ import pytest
 from spoken_rows import ASSISTANT, chat, convert, said
 
 from luthier.errors import RowError
-from luthier.records import (
-    Audio,
-    Conversation,
-    Image,
-    Preference,
-    Text,
-    Video,
-)
+from luthier.records import Audio, Conversation, Image, Preference, Text, Video
 
 # -------------------------------------------------------------------------------------------------------- media
 

@@ -30,14 +30,7 @@ from luthier.models.vocabulary import Vocabulary
 from luthier.presets import model_folder
 from luthier.presets.datasets import dataset_rows
 from luthier.records import Address, Image, ImageHeader, MediaItem, Segment
-from luthier.training.generate import (
-    Question,
-    answer_all,
-    answering,
-    choose_questions,
-    passed_over_by,
-    question_of,
-)
+from luthier.training.generate import Question, answer_all, answering, choose_questions, passed_over_by, question_of
 
 STOP = 9
 STOPS = frozenset({STOP})

@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import make_data, make_segments
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    MixtralConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from luthier.errors import ModelError

@@ -9,15 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from luthier.records import ToolCall
-from luthier.rendering.replies.form import (
-    JSON,
-    SPOKEN,
-    Edge,
-    Field,
-    ReplyDelta,
-    ReplyForm,
-    loaded,
-)
+from luthier.rendering.replies.form import JSON, SPOKEN, Edge, Field, ReplyDelta, ReplyForm, loaded
 from luthier.rendering.template import Tools
 
 LONGEST_NAME = 256  # characters of a tool's name, of an argument's, of the id of a call
