@@ -473,7 +473,10 @@ _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("objective", "adapter.type"), losses.check_objective),
     (("model.quantization", "objective.reference.quantization"), check_quantization),
     (("objective", "train.packing", "data.overflow", "data.prepare"), losses.check_compared),
-    (("objective", "train.shared_prompts", "train.packing", "model.attn_implementation"), losses.check_shared),
+    (
+        ("objective", "train.shared_prompts", "train.packing", "model.attn_implementation", "template.history"),
+        losses.check_shared,
+    ),
     (("train.head_kernel", "runtime.device", "objective"), losses.check_head_kernel),
     (("adapter", "model.quantization", "data.prepare", "runtime.sharding"), check_adapter),
     (("runtime.sharding", "train.torch_compile", "train.precision", "train.optim", "adapter"), check_sharding),

@@ -231,29 +231,49 @@ _OF_MESSAGES = ("tags", "train_on", "thinking", "thinking_tags", "drop_system", 
 _OF_MESSAGES_IN_RUN = ("train_on", "default_system", "history")
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
+_LEVEL = ("constant", "constant_with_warmup")
+_OF_ANSWERS = ("eval.metrics", "eval.max_new_tokens", "generate", "judge")
+_CALIBRATED = ("w8a8", "w4a16")
 
 
 def unread_settings(draft: Draft) -> list[str]:
-    """One sentence for each key that was written and that this run does not read; it names what makes it so."""
-    checks = (_evaluation, _saving, _preparing, _texts, _steps, _schedule, _optimizer, _model, _tracking)
+    """One sentence for each key that was written and that this run does not read, or that works against another; it
+    names what makes it so."""
+    checks = (
+        _evaluation, _saving, _preparing, _texts, _steps, _schedule, _optimizer, _model, _tracking, _reference, _export
+    )  # fmt: skip
     found = [(key, why) for check in checks for key, why in check(draft) if draft.given(key)]
     for at, source in draft.sources:
         found += [(f"{at}.{key}", why) for key, why in _source(source) if draft.given(f"{at}.{key}")]
-    return [f"{draft.cite(key)} is not read: {why}" for key, why in found]
+    return [*(f"{draft.cite(key)} is not read: {why}" for key, why in found), *_at_odds(draft)]
+
+
+def _at_odds(draft: Draft) -> Iterator[str]:
+    kind, optim = str(draft.config.train.lr_scheduler_type), draft.config.train.optim
+    if OPTIMIZERS[optim].averages and kind not in _LEVEL:
+        yield (
+            f"{draft.cite('train.lr_scheduler_type')} is {kind}, and {draft.cite('train.optim')} is {optim}, which "
+            "averages its weights instead of having its rate fall: with both it learns less (set "
+            "train.lr_scheduler_type: constant_with_warmup)"
+        )
 
 
 def _evaluation(draft: Draft) -> Iterator[tuple[str, str]]:
     data, evaluation = draft.config.data, draft.config.eval
     if not (data.eval or data.eval_use or data.eval_split):
-        of_answers = ("metrics", "max_new_tokens")
-        for key in ("strategy", "steps", "per_device_eval_batch_size", "metric_for_best_model", *of_answers):
+        of_evaluation = ("strategy", "steps", "per_device_eval_batch_size", "metric_for_best_model")
+        for key in (*of_evaluation, "early_stopping_threshold"):
             yield f"eval.{key}", "there is no eval data"
+        for key in _OF_ANSWERS:
+            yield key, "there is no eval data, so that training generates no answers"
         return
     if evaluation.strategy is not Strategy.STEPS:
         yield "eval.steps", f"{draft.cite('eval.strategy')} is {evaluation.strategy}"
     if not evaluation.generate_rows:
-        for key in ("eval.metrics", "eval.max_new_tokens", "generate"):
-            yield key, "eval.generate_rows is 0, so that no answers are generated"
+        for key in _OF_ANSWERS:
+            yield key, "eval.generate_rows is 0, so that training generates no answers"
+    elif "judge" not in evaluation.metrics:
+        yield "judge", f"{draft.cite('eval.metrics')} does not name judge"
     if not evaluation.load_best_model_at_end and evaluation.early_stopping_patience is None:
         why = "no checkpoint is chosen (eval.load_best_model_at_end) and nothing stops early"
         yield "eval.metric_for_best_model", why
@@ -266,7 +286,8 @@ def _saving(draft: Draft) -> Iterator[tuple[str, str]]:
     if output.save_strategy is not Strategy.STEPS:
         yield "output.save_steps", f"{draft.cite('output.save_strategy')} is {output.save_strategy}"
     if output.save_strategy is Strategy.NO:
-        yield "output.save_total_limit", f"{draft.cite('output.save_strategy')} is no"
+        for key in ("save_total_limit", "save_only_model"):
+            yield f"output.{key}", f"{draft.cite('output.save_strategy')} is no"
     if output.overwrite:
         yield "output.resume", f"{draft.cite('output.overwrite')} is true, so the run begins anew"
 
@@ -303,7 +324,10 @@ def _steps(draft: Draft) -> Iterator[tuple[str, str]]:
     if draft.config.train.max_steps is not None:
         yield "train.num_train_epochs", f"{draft.cite('train.max_steps')} says when the run ends"
     if len(draft.config.data.train) + len(draft.config.data.use) == 1:
-        yield "data.mixture.by", "there is one training set"
+        for key in ("data.mixture.by", "data.mixture.temperature", "data.mixture.stop"):
+            yield key, "there is one training set"
+        if draft.config.data.mixture.by is not MixtureBy.EPOCHS:
+            yield "data.train[0].weight", "there is one training set, and its share is all"
 
 
 def _schedule(draft: Draft) -> Iterator[tuple[str, str]]:
@@ -317,6 +341,8 @@ def _optimizer(draft: Draft) -> Iterator[tuple[str, str]]:
     if not row.has_betas:
         for key in _ADAM:
             yield f"train.{key}", f"{draft.cite('train.optim')} is {row.name}, which is not Adam"
+    elif not row.has_epsilon:
+        yield "train.adam_epsilon", f"{draft.cite('train.optim')} is {row.name}, which divides by nothing"
 
 
 def _model(draft: Draft) -> Iterator[tuple[str, str]]:
@@ -330,6 +356,20 @@ def _model(draft: Draft) -> Iterator[tuple[str, str]]:
 def _tracking(draft: Draft) -> Iterator[tuple[str, str]]:
     if not draft.config.tracking.report_to:
         yield "tracking.run_name", "tracking.report_to names no tracker"
+
+
+def _reference(draft: Draft) -> Iterator[tuple[str, str]]:
+    if draft.config.objective.reference.name_or_path is None:
+        yield "objective.reference.revision", "objective.reference.name_or_path names no other model"
+
+
+def _export(draft: Draft) -> Iterator[tuple[str, str]]:
+    export = draft.config.export
+    if export.format != "gguf":
+        yield "export.llama_cpp", f"{draft.cite('export.format')} is {export.format}, and it converts to gguf"
+    if export.quantize not in _CALIBRATED:
+        why = f"{draft.cite('export.quantize')} is {export.quantize or 'null'}"
+        yield "export.calibration_rows", f"{why}, and {' and '.join(_CALIBRATED)} are calibrated"
 
 
 def _source(source: SourceConfig) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from luthier.config.choices import Format, HeadKernel, Overflow, Packing, QuantizationType, RowKind, Sharding
+from luthier.config.choices import (
+    Format,
+    HeadKernel,
+    HistoryRendering,
+    Overflow,
+    Packing,
+    QuantizationType,
+    RowKind,
+    Sharding,
+)
 from luthier.config.draft import Draft
 from luthier.config.inputs import QuantizationConfig
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned, ObjectiveConfig, ReferenceSource
@@ -72,6 +81,8 @@ def check_shared(draft: Draft) -> Iterator[Problem]:
         what = f"{draft.cite('train.packing')} is {config.train.packing}, which gives each answer a row of its own"
     elif config.model.attn_implementation.startswith("flash"):
         what = f"{draft.cite('model.attn_implementation')} is {config.model.attn_implementation}, which knows no trees"
+    elif config.template.history is HistoryRendering.ONE_RENDERING and not is_compared(config.objective):
+        what = f"{draft.cite('template.history')} is one_rendering, in which no turns of a conversation stand twice"
     else:
         return
     yield draft.problem("train.shared_prompts", what, "set train.shared_prompts: auto")

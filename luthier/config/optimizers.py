@@ -25,7 +25,8 @@ class OptimizerRow:
     in_backward       it changes each weight during the backward pass, as soon as the gradient of that weight is there,
                       and gives back the gradient's memory: a step cannot have several micro-batches
     whole_weights     it is made for weights, not for the small matrices of an adapter
-    has_betas         it reads ``train.adam_beta1``, ``adam_beta2`` and ``adam_epsilon``
+    has_betas         it reads ``train.adam_beta1``, ``adam_beta2`` and, where ``has_epsilon``, ``adam_epsilon``
+    averages          it averages its weights instead of having its rate fall
     paper, says       for docs/optimizers.md
     """
 
@@ -35,6 +36,8 @@ class OptimizerRow:
     in_backward: bool = False
     whole_weights: bool = False
     has_betas: bool = True
+    has_epsilon: bool = True
+    averages: bool = False
     paper: str = ""
     says: str = ""
 
@@ -150,14 +153,14 @@ _ROWS = (
     _bnb("adamw_bnb_8bit", paper="2110.02861", says="AdamW with states of 8 bits"),
     _bnb("adamw_8bit", paper="2110.02861", says="the same by its other name"),
     _bnb("ademamix_8bit", _ADEMAMIX, says="AdEMAMix with states of 8 bits"),
-    _bnb("lion_8bit", says="Lion with states of 8 bits"),
-    _bnb("lion_32bit", paper="2302.06675", says="Lion: steps by the sign of the momentum"),
+    _bnb("lion_8bit", has_epsilon=False, says="Lion with states of 8 bits"),
+    _bnb("lion_32bit", has_epsilon=False, paper="2302.06675", says="Lion: steps by the sign of the momentum"),
     _bnb("paged_adamw_32bit", says="AdamW; states move to the CPU when the GPU is full"),
     _bnb("paged_adamw_8bit", says="the same with states of 8 bits"),
     _bnb("paged_ademamix_32bit", _ADEMAMIX, says="AdEMAMix; states move to the CPU when the GPU is full"),
     _bnb("paged_ademamix_8bit", _ADEMAMIX, says="the same with states of 8 bits"),
-    _bnb("paged_lion_32bit", says="Lion; states move to the CPU when the GPU is full"),
-    _bnb("paged_lion_8bit", says="the same with states of 8 bits"),
+    _bnb("paged_lion_32bit", has_epsilon=False, says="Lion; states move to the CPU when the GPU is full"),
+    _bnb("paged_lion_8bit", has_epsilon=False, says="the same with states of 8 bits"),
     _torch("rmsprop", _RMSPROP, has_betas=False, says="RMSprop"),
     _bnb("rmsprop_bnb", {"momentum": 0.0, "alpha": 0.99, "eps": 1e-8}, has_betas=False, says="RMSprop"),
     _bnb("rmsprop_bnb_8bit", {"momentum": 0.0, "alpha": 0.99, "eps": 1e-8}, has_betas=False,
@@ -176,7 +179,7 @@ _ROWS = (
     _torch("grokadamw", _GROK, needs=(("grokadamw", "grokadamw"),), says="AdamW with amplified slow gradients"),
     *(
         _torch(f"schedule_free_{kind}", _FREE, needs=(("schedulefree", "schedulefree"),), has_betas=kind != "sgd",
-               paper="2405.15682", says=f"{shown} that needs no schedule: it averages its weights")
+               averages=True, paper="2405.15682", says=f"{shown} that needs no schedule: it averages its weights")
         for kind, shown in (("radam", "RAdam"), ("adamw", "AdamW"), ("sgd", "SGD"))
     ),
     _projected("apollo_adamw", "AdamW whose rates come from gradients projected to a low rank"),

@@ -35,7 +35,7 @@ from luthier.models.adapter_files import check_mergeable, shape_existing
 from luthier.models.adapters import apply_adapter
 from luthier.models.model import build_weightless, check_choices, check_quantized, run_device
 from luthier.models.quantized import bytes_when_quantized
-from luthier.models.routers import balanced_routers, choose_experts
+from luthier.models.routers import balanced_routers, choose_experts, router_names
 from luthier.models.sharding import compilable_layers, divisible_layers, refuse_other_ways
 from luthier.models.submodules import decoder_family, undrawn
 from luthier.models.vocabulary import Vocabulary
@@ -215,6 +215,13 @@ def _of_no_use(draft: Draft, encoder: Encoder) -> Iterator[str]:
     tokenizer, config = encoder.tokenizer, draft.config
     if draft.given("template.now") and (tokenizer.template is None or tokenizer.template.clock_note is None):
         yield f"{draft.cite('template.now')} is not read: the chat template does not ask for the time"
+    new = {tokenizer.token(number) for number in tokenizer.new_ids}
+    for key, tokens in (
+        ("add_tokens", config.model.add_tokens),
+        ("add_special_tokens", config.model.add_special_tokens),
+    ):
+        for token in (token for token in tokens if token not in new):
+            yield f"{draft.cite(f'model.{key}')}: {token} is a token already, so the vocabulary does not grow for it"
     if config.train.offload and _device_of(config) == "cpu":
         yield f"{draft.cite('train.offload')} gains nothing on a CPU, in whose memory everything is"
     if media_of(config, tokenizer.files.folder) is None:
@@ -244,6 +251,8 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
     chosen = config.model.experts_implementation
     yield from draft.told("model.experts_implementation", lambda: choose_experts(model, chosen))
     yield from draft.told("model.quantization", lambda: check_quantized(config, model))
+    if draft.given("adapter.train_routers") and not router_names(model):
+        notes.append(f"{draft.cite('adapter.train_routers')} is not read: the model has no experts")
     yield from _weights(draft, model)
     yield from _positions(draft, model, notes)
     yield from _generation(draft, model)

@@ -142,6 +142,11 @@ CONFLICTS = [
             "4 micro-batches",
         ),
     ),
+    (
+        "train: {shared_prompts: true}\ntemplate: {history: one_rendering}",
+        "",
+        ("run.yaml:4 train.shared_prompts: ", "template.history (line 5) is one_rendering", "auto"),
+    ),
     ("train: {packing: split}", "", ("run.yaml:4 train.packing: ", "plain text", "objective.name (default) is sft")),
     (
         "",

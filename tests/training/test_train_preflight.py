@@ -401,6 +401,14 @@ UNREAD = {
     "template.history": ["data.train=rows.txt", "objective=pt", "template.history=one_rendering"],
     "output.save_total_limit": ["output.save_total_limit=2", "output.save_strategy=no"],
     "output.resume": ["output.resume=auto", "output.overwrite=true"],
+    "output.save_only_model": ["output.save_only_model=true", "output.save_strategy=no"],
+    "eval.early_stopping_threshold": ["eval.early_stopping_threshold=0.1"],
+    "judge": ["judge=http://localhost:1", "data.eval_split=2", "eval={generate_rows: 1, metrics: [rougeL]}"],
+    "generate": ["generate.max_new_tokens=5"],
+    "train.adam_epsilon": ["train.adam_epsilon=1e-6", "train.optim=lion_32bit"],
+    "objective.reference.revision": ["objective=dpo", "objective.reference.revision=v2"],
+    "export.llama_cpp": ["export.llama_cpp=llama.cpp"],
+    "export.calibration_rows": ["export.calibration_rows=9", "export.quantize=int8"],
 }
 READ = {
     "data.document_end": ["data.train=[{path: rows.jsonl, format: messages}, rows.txt]", "data.document_end=none"],
@@ -409,6 +417,12 @@ READ = {
     "template.history": ["data.train=[rows.txt, rows.jsonl]", "template.history=one_rendering"],
     "output.save_total_limit": ["output.save_total_limit=2", "output.save_strategy=epoch"],
     "output.resume": ["output.resume=auto"],
+    "output.save_only_model": ["output.save_only_model=true"],
+    "judge": ["judge=http://localhost:1", "data.eval_split=2", "eval={generate_rows: 1, metrics: [judge]}"],
+    "data.train[0].weight": ["data.train=[{path: rows.jsonl, weight: 2}]"],
+    "train.adam_epsilon": ["train.adam_epsilon=1e-6"],
+    "export.llama_cpp": ["export={llama_cpp: llama.cpp, format: gguf}"],
+    "train.optim": ["train.optim=schedule_free_adamw", "train.lr_scheduler_type=constant_with_warmup"],
 }
 
 
@@ -420,6 +434,27 @@ def test_a_setting_that_another_makes_meaningless_is_told(
     (tmp_path / "rows.txt").write_text("a line\n")
     (note,) = unread_settings(described(*UNREAD[key]))
     assert note.startswith(f"{key} (") and " is not read: " in note
+
+
+def test_all_that_is_about_shares_is_told_where_there_is_one_training_set(
+    described: Callable[..., Draft], tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    given = ["data.train=[{path: rows.jsonl, weight: 2}]", "data.mixture={by: rows, temperature: 2, stop: first}"]
+    told = [note.split(" (")[0] for note in unread_settings(described(*given))]
+    keys = ["data.mixture.by", "data.mixture.temperature", "data.mixture.stop", "data.train[0].weight"]
+    assert sorted(told) == sorted(keys)
+
+
+def test_a_falling_rate_beside_an_optimizer_that_needs_no_schedule_is_told(described: Callable[..., Draft]) -> None:
+    for given in (["train.lr_scheduler_type=linear"], []):
+        (note,) = unread_settings(described("train.optim=schedule_free_adamw", *given))
+        assert note.startswith("train.lr_scheduler_type (") and "constant_with_warmup" in note
+
+
+def test_a_token_that_is_there_already_is_told(described: Callable[..., Draft]) -> None:
+    (note,) = check_run(described("model.add_special_tokens=['<|im_end|>', '<|brand_new|>']"))
+    assert note.startswith("model.add_special_tokens (") and "<|im_end|> is a token already" in note
 
 
 @pytest.mark.parametrize("key", READ)
