@@ -204,6 +204,7 @@ if TYPE_CHECKING:
     from luthier.records import Unit as Unit
     from luthier.records import Video as Video
     from luthier.records import VideoHeader as VideoHeader
+    from luthier.rendering.replies.form import CallPiece as CallPiece
     from luthier.rendering.replies.form import ReplyDelta as ReplyDelta
     from luthier.rewards.dialogue_environment import DialogueEnvironment as DialogueEnvironment
     from luthier.rewards.dialogue_environment import Over as Over

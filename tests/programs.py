@@ -7,6 +7,7 @@ never computes: it imports `tests.programs_import`, which sees that there is one
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
@@ -42,3 +43,12 @@ def _run(program: str | Path, arguments: list[str], said: Path, environment: dic
         runpy.run_path(str(program), run_name="__main__")
     else:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+def readme_program(word: str) -> str:
+    """The program of the README, written into a command line, in which a word stands."""
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (found,) = [
+        code for code in re.findall(r'^python -c "\n(.*?)^"', text, flags=re.DOTALL | re.MULTILINE) if word in code
+    ]
+    return found

@@ -70,7 +70,9 @@ def parse_reply(
 class ReplyReader:
     """Reads one reply as it comes. The deltas joined are what `parse_reply` gives, however the ids are divided.
 
-    The arguments are those of `parse_reply`, and so are the errors.
+    The arguments are those of `parse_reply`, and so are the errors. With ``calls_in_pieces`` a delta also has what is
+    new of calls that are not complete (`ReplyDelta.call_pieces`). What was told is not taken back, so the arguments of
+    a call that is cut off are there as far as they were drawn, and not in the content.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class ReplyReader:
         tools: Tools | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         prompt: SomeIds | None = None,
+        calls_in_pieces: bool = False,
     ) -> None:
         self._tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else _of_run(tokenizer)
         self.form = reply_form(self._tokenizer, template_kwargs)
@@ -91,7 +94,7 @@ class ReplyReader:
                     hint=f"{'offer no tools, or ' * (what == TOOLS)}choose another template (template.chat_template)",
                 )
         end = None if prompt is None else self._signed(prompt[-PROMPT_END:])
-        self._scanner = ReplyScanner(self.form, prompt=end, tools=tools)
+        self._scanner = ReplyScanner(self.form, prompt=end, tools=tools, in_pieces=calls_in_pieces)
         self._decoder = _Decoder(self._tokenizer)
         self.is_ended = False
 

@@ -214,7 +214,7 @@ class MessageReader:
         self._content, self._reasoning = _StopCutter(stop_strings), _StopCutter(stop_strings)
 
     def feed(self, new: NewTokens) -> ReplyDelta:
-        """What the tokens add. A call comes once it is complete."""
+        """What the tokens add. A call comes as it is drawn (`ReplyDelta.call_pieces`)."""
         is_last = new.finish is not None
         delta = self._reader.feed(new.ids[:-1] if new.finish is Finish.STOP else new.ids)
         if is_last:
@@ -289,7 +289,8 @@ def reader_of(
     try:
         if TEXT in reply_form(tokenizer, kwargs).unreadable and not tools:
             return TextReader(tokenizer, stop_strings)
-        return MessageReader(ReplyReader(tokenizer, tools=tools, template_kwargs=kwargs, prompt=prompt), stop_strings)
+        reader = ReplyReader(tokenizer, tools=tools, template_kwargs=kwargs, prompt=prompt, calls_in_pieces=True)
+        return MessageReader(reader, stop_strings)
     except TemplateError as error:
         param = "tools" if tools else "messages"
         raise RefusedRequest(400, error.message, code="unreadable_reply", param=param, hint=error.hint) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -12,7 +11,7 @@ from typing import Any
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Finish, NewTokens, Request
-from luthier.rendering.replies.form import ReplyDelta
+from luthier.rendering.replies.form import CallPiece, ReplyDelta, joined_pieces
 from luthier.serve.asking import HALF_CHARACTER, AnswerReader, Asker, joined, too_late
 from luthier.serve.wire import RefusedRequest
 from luthier.writing import JsonObject
@@ -93,7 +92,7 @@ class Teller:
     async def pieces(self, asked: ClientRequest) -> AsyncGenerator[JsonObject, None]:
         """The same as it comes. What goes wrong on the way is the last piece."""
         begun = asked.envelope(streamed=True)
-        count, calls = 0, [0] * len(asked.readers)
+        count, has_calls = 0, [False] * len(asked.readers)
         try:
             async with self.answers.limit(), self.answers.turns.answering(), aclosing(self._told(asked)) as tokens:
                 for number in range(len(asked.readers)):
@@ -102,14 +101,15 @@ class Teller:
                         first = {"index": number, "delta": opening, "logprobs": None, "finish_reason": None}
                         yield begun | {"choices": [first]}
                     elif asked.echoes:
-                        told = self._choice(asked, number, ReplyDelta(), None, echo=asked.echo(number), told=0)
+                        told = self._choice(asked, number, ReplyDelta(), None, echo=asked.echo(number), is_piece=True)
                         yield begun | {"choices": [told]}
                 async for number, new in tokens:
                     count += len(new.ids)
                     delta = asked.readers[number].feed(new)
+                    has_calls[number] |= bool(delta.call_pieces)
                     if delta or asked.logprobs or new.finish is not None:
-                        yield begun | {"choices": [self._choice(asked, number, delta, new, told=calls[number])]}
-                    calls[number] += len(delta.calls)
+                        told = self._choice(asked, number, delta, new, is_piece=True, has_calls=has_calls[number])
+                        yield begun | {"choices": [told]}
         except TimeoutError:
             yield too_late(self.answers.limits.timeout).body
             return
@@ -130,14 +130,15 @@ class Teller:
         new: NewTokens | None,
         *,
         echo: Echo | None = None,
-        told: int | None = None,
+        is_piece: bool = False,
+        has_calls: bool = False,
     ) -> JsonObject:
-        """An answer, or a piece of one behind ``told`` calls; it has no tokens where only the prompt is told."""
+        """An answer, or a piece of one that ``has_calls`` so far; it has no tokens where only the prompt is told."""
         content: JsonObject = {"text": delta.content if echo is None else echo.text + delta.content}
         if asked.is_chat:
-            content = {"message": _message(delta)} if told is None else {"delta": _spoken(delta, told)}
+            content = {"delta": _spoken(delta, is_piece=True)} if is_piece else {"message": _message(delta)}
         finish = None if new is None or new.finish is None else FINISHES[new.finish]
-        if finish == "stop" and (told or delta.calls):
+        if finish == "stop" and (has_calls or delta.call_pieces):
             finish = "tool_calls"
         if new is None and not asked.answered:
             finish = FINISHES[Finish.LENGTH]
@@ -148,7 +149,7 @@ class Teller:
             logprobs = self._text_logprobs(echo, new)
         if asked.token_ids:
             content["token_ids"] = [] if new is None else new.ids.tolist()
-            if told is None:
+            if not is_piece:
                 question = asked.questions[number // asked.questions[0].num_samples]
                 content["prompt_token_ids"] = question.prompt.tolist()
         return {"index": number, **content, "logprobs": logprobs, "finish_reason": finish}
@@ -188,22 +189,25 @@ class Teller:
 
 def _message(whole: ReplyDelta) -> JsonObject:
     """An answer as an assistant's message."""
-    content = whole.content if whole.content or not whole.calls else None
+    content = whole.content if whole.content or not whole.call_pieces else None
     return {"role": "assistant", "content": content} | {
-        name: value for name, value in _spoken(whole, None).items() if name != "content"
+        name: value for name, value in _spoken(whole, is_piece=False).items() if name != "content"
     }
 
 
-def _spoken(delta: ReplyDelta, told: int | None) -> JsonObject:
-    """Thought, text and calls, those that there are. Calls of a stream are numbered, ``told`` having come before."""
-    calls = [
-        ({} if told is None else {"index": told + number})
-        | {"id": call.id or f"call_{secrets.token_hex(12)}", "type": "function"}
-        | {"function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}}
-        for number, call in enumerate(delta.calls)
-    ]
+def _spoken(delta: ReplyDelta, *, is_piece: bool) -> JsonObject:
+    """Thought, text and calls, those that there are. The calls of a stream are numbered."""
+    calls = [({"index": piece.number} if is_piece else {}) | _call(piece) for piece in joined_pieces(delta.call_pieces)]
     parts = {"reasoning_content": delta.reasoning, "content": delta.content, "tool_calls": calls}
     return {name: value for name, value in parts.items() if value}
+
+
+def _call(piece: CallPiece) -> JsonObject:
+    """A call, or more of the arguments of one that was told before."""
+    if piece.name is None:
+        return {"function": {"arguments": piece.arguments}}
+    named = {"id": piece.id or f"call_{secrets.token_hex(12)}", "type": "function"}
+    return named | {"function": {"name": piece.name, "arguments": piece.arguments}}
 
 
 def _shown(new: NewTokens, *, whole: bool = False) -> list[tuple[int, float, list[int], list[float]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.replies import reply_form
 from luthier.presets import tokenizer_folder
 from luthier.records import Conversation, Message, Text, Thinking, ToolCall
-from luthier.rendering.replies.form import joined
+from luthier.rendering.replies.form import joined, joined_pieces
 from luthier.rendering.replies.learning import declared, is_same
 from luthier.sources import open_sources
 from tests.conftest import examples, refused
@@ -67,10 +68,26 @@ def is_read_back(encoder: Encoder, answer: Message, tools: Sequence[Mapping[str,
     """
     prompt, reply = asked(encoder, answer)
     read = luthier.parse_reply(reply, encoder.tokenizer, tools=tools, prompt=prompt)
+    assert in_pieces(encoder, prompt, reply, tools)[0] == [
+        (part.name, part.id, part.arguments) for part in read.parts if isinstance(part, ToolCall)
+    ]
     if is_same(read, answer):
         return True
     has_calls = any(isinstance(part, ToolCall) for part in (*read.parts, *answer.parts))
     return has_calls and asked(encoder, read)[1].tolist() == reply.tolist()
+
+
+def in_pieces(
+    encoder: Encoder, prompt: Ids, reply: Ids, tools: Sequence[Mapping[str, Any]] | None, size: int = 1
+) -> tuple[list[tuple[str | None, str | None, Any]], list[int]]:
+    """The calls of a reply as their pieces say them, and of each call the number of pieces."""
+    reader = luthier.ReplyReader(encoder.tokenizer, tools=tools, prompt=prompt, calls_in_pieces=True)
+    deltas = [reader.feed(reply[start : start + size]) for start in range(0, len(reply), size)]
+    pieces = [piece for delta in (*deltas, reader.close()) for piece in delta.call_pieces]
+    calls = joined_pieces(pieces)
+    assert [call.number for call in calls] == list(range(len(calls)))
+    found = [(call.name, call.id, json.loads(call.arguments)) for call in calls]
+    return found, [sum(piece.number == call.number for piece in pieces) for call in calls]
 
 
 ANSWERS: Sequence[tuple[Message, bool]] = (
@@ -158,17 +175,73 @@ def test_any_ids_are_read_in_any_division_alike(
         "\n</think>\n\n",
         "🙂",
         '{"name": "send", "parameters": {"a": 1}}',
+        '<tool_call>\n{"arguments": {"a": "x',
+        '<tool_call>\n{"name": "send", "arguments": {"text": "A\n{',
+        '", "b": [1]}}\n</tool_call>',
         "<tool_call>send\n<arg_key>a</arg_key>\n<arg_value>",
     ]
     stretches = data.draw(st.lists(st.sampled_from(written) | TEXTS, max_size=6))
     ids = [number for text in stretches for number in tokenizer.encode_whole(text).tolist()]
     ids = ids[: data.draw(st.integers(0, len(ids)))]
-    whole = luthier.ReplyReader(tokenizer, tools=TOOLS)
+    pieces = data.draw(st.booleans())
+    whole = luthier.ReplyReader(tokenizer, tools=TOOLS, calls_in_pieces=pieces)
     expected = joined([whole.feed(ids), whole.close()])
     size = data.draw(st.integers(1, 5))
-    reader = luthier.ReplyReader(tokenizer, tools=TOOLS)
+    reader = luthier.ReplyReader(tokenizer, tools=TOOLS, calls_in_pieces=pieces)
     deltas = [reader.feed(ids[start : start + size]) for start in range(0, len(ids), size)]
     assert joined([*deltas, reader.close()]) == expected
+    assert bool(expected.call_pieces) == bool(pieces and (expected.calls or expected.call_pieces))
+
+
+# Notations with a control token before the arguments, and with nothing behind them that is told first. Llama 3.1 and
+# GLM 4 write letters alone, and Mistral the id of a call behind its arguments.
+AS_DRAWN = ["named/qwen3", "trl/glm4moe", "trl/qwen3_5_think", "trl/gptoss"]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_arguments_come_as_they_are_drawn(tmp_path: Path, name: str) -> None:
+    encoder = encoder_for(name, tmp_path)
+    for calls in ((SEND,), (WEATHER,), (WEATHER, SEND)):
+        try:
+            prompt, reply = asked(encoder, assistant(*calls))
+        except luthier.RowError:  # of one call an answer
+            continue
+        for size in (1, 3):
+            found, counts = in_pieces(encoder, prompt, reply, TOOLS, size)
+            assert [(called, arguments) for called, _, arguments in found] == [(c.name, c.arguments) for c in calls]
+            assert min(counts) > 9 // size if name in AS_DRAWN else set(counts) == {1}, counts
+
+
+@pytest.mark.parametrize("name", AS_DRAWN)
+def test_of_a_call_that_is_cut_off_comes_what_was_drawn(tmp_path: Path, name: str) -> None:
+    """Wherever it is: either as far as its arguments were drawn, or in the text, and never in both."""
+    encoder = encoder_for(name, tmp_path)
+    prompt, reply = asked(encoder, assistant(SEND))
+    (whole,) = read_in_pieces(encoder, prompt, reply).call_pieces
+    told = []
+    for end in range(len(reply)):
+        delta = read_in_pieces(encoder, prompt, reply[:end])
+        assert len(delta.call_pieces) <= 1
+        for piece in delta.call_pieces:
+            assert whole.arguments.startswith(piece.arguments) and piece.name == "send"
+            assert "send" not in delta.content and (delta.num_malformed == 1) == (not delta.calls)
+            told.append(piece.arguments)
+    assert told == sorted(told, key=len) and len(set(told)) > 9
+
+
+def read_in_pieces(encoder: Encoder, prompt: Ids, reply: Ids) -> luthier.ReplyDelta:
+    reader = luthier.ReplyReader(encoder.tokenizer, tools=TOOLS, prompt=prompt, calls_in_pieces=True)
+    return joined([reader.feed(reply), reader.close()])
+
+
+def test_what_is_behind_a_broken_call_is_text(tmp_path: Path) -> None:
+    encoder = encoder_for("named/qwen3", tmp_path)
+    prompt, _ = asked(encoder, assistant(Text(text="Yes.")))
+    broken = '<tool_call>\n{"name": "send", "arguments": {"text": yes}}\n</tool_call>'
+    whole = '\n<tool_call>\n{"name": "send", "arguments": {"to": []}}\n</tool_call>'
+    delta = read_in_pieces(encoder, prompt, encoder.tokenizer.encode_whole(f"{broken} So.{whole}"))
+    assert [piece.arguments for piece in delta.call_pieces] == ['{"text": yes}', '{"to": []}']
+    assert (delta.content.strip(), delta.num_malformed, len(delta.calls)) == ("So.", 1, 1)
 
 
 @pytest.mark.parametrize("name", ["trl/gemma4_v5", "trl/lfm2_v2"])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import os
+import re
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -27,6 +30,7 @@ from luthier.records import NOWHERE
 from luthier.serve.running import ServeOptions, serve
 from luthier.sources import RawRow, RowReader
 from luthier.sources.detect import detect_layout
+from tests.programs import readme_program
 from tests.serve.conftest import ASK, Running, asked_of, running
 
 QUESTION = {"type": "text", "text": "What is it?"}
@@ -144,6 +148,22 @@ def test_a_signal_ends_a_server_that_has_answered(capsys: pytest.CaptureFixture[
 
     assert asked_of("preset:tiny-qwen3", ServeOptions(port=0), ask)["model"] == "preset:tiny-qwen3"
     assert capsys.readouterr() == ("", ""), "nothing is logged of what users say"
+
+
+def test_the_readmes_client_is_answered() -> None:
+    """Its program, as it is written, but for the port."""
+
+    def ask(http: httpx.Client) -> tuple[str, str]:
+        program = readme_program("openai").replace("http://127.0.0.1:8000", str(http.base_url).rstrip("/"))
+        told = {**os.environ, "TOKEN": http.headers["Authorization"].removeprefix("Bearer ")}
+        done = subprocess.run([sys.executable, "-c", program], env=told, capture_output=True, text=True, check=False)
+        (question,) = re.findall(r"'content': '(.*?)'", program)
+        body = {"model": "quickstart", "messages": [{"role": "user", "content": question}]}
+        answer = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+        return done.stdout + done.stderr, answer + "\n"
+
+    said, expected = asked_of("preset:tiny-qwen3", ServeOptions(port=0, name="quickstart"), ask)
+    assert said == expected
 
 
 def test_other_machines_need_a_token_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import luthier
 from luthier.encoding.encoder import Encoder
+from luthier.serve.asking import HALF_CHARACTER
 from tests.serve.conftest import TOKEN, Running, Scripted, running
 
 TOOLS = [
@@ -48,13 +49,14 @@ def emitted(answer: dict[str, Any], encoder: Encoder) -> list[int]:
 
 
 def as_told(message: Any) -> dict[str, Any]:
-    calls = [(one.function.name, json.loads(one.function.arguments)) for one in message.tool_calls or ()]
+    calls = [(one.function.name, one.function.arguments) for one in message.tool_calls or ()]
     told = {"content": message.content or "", "reasoning": getattr(message, "reasoning_content", None) or ""}
     return told | {"calls": calls}
 
 
 def expected(answer: dict[str, Any]) -> dict[str, Any]:
-    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in answer.get("tool_calls", ())]
+    called = [one["function"] for one in answer.get("tool_calls", ())]
+    calls = [(one["name"], json.dumps(one["arguments"], ensure_ascii=False)) for one in called]
     return {"content": answer["content"], "reasoning": answer.get("reasoning_content", ""), "calls": calls}
 
 
@@ -68,6 +70,22 @@ def test_what_is_learned_of_an_answer_comes_back_whole_and_in_pieces(name: str, 
             assert as_told(_whole(server)[0]) == expected(answer)
             assert _whole(server)[1] == ("tool_calls" if answer.get("tool_calls") else "stop")
             assert _in_pieces(server) == (expected(answer), _whole(server)[1])
+            assert _accumulated(server) == (expected(answer), _whole(server)[1])
+
+
+def _accumulated(server: Running) -> tuple[dict[str, Any], str]:
+    """As the client itself puts a stream together. The arguments of a call come in pieces, behind its name."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0) as client:
+        asked: Any = {"model": "tiny", "messages": ASKED, "tools": TOOLS}
+        with client.chat.completions.stream(**asked) as stream:
+            events = list(stream)
+            choice = stream.get_final_completion().choices[0]
+        whole = client.chat.completions.create(**asked).choices[0].message
+    arguments = [call.function.arguments for call in choice.message.tool_calls or () if call.function.arguments != "{}"]
+    deltas = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert len(deltas) >= 5 * len(arguments)
+    assert as_told(choice.message)["calls"] == as_told(whole)["calls"]
+    return as_told(choice.message), choice.finish_reason
 
 
 def _whole(server: Running) -> tuple[Any, str]:
@@ -86,8 +104,9 @@ def _in_pieces(server: Running) -> tuple[dict[str, Any], str]:
             found["content"] += told["content"]
             found["reasoning"] += told["reasoning"]
             for call in choice.delta.tool_calls or ():
-                assert call.index not in found["calls"] and call.id
-                found["calls"][call.index] = (call.function.name, json.loads(call.function.arguments))
+                assert (call.index in found["calls"]) == (call.id is None) == (call.function.name is None)
+                name, arguments = found["calls"].get(call.index, (call.function.name, ""))
+                found["calls"][call.index] = (name, arguments + call.function.arguments)
             finish = choice.finish_reason
     assert list(found["calls"]) == list(range(len(found["calls"])))
     return {**found, "calls": list(found["calls"].values())}, finish
@@ -113,10 +132,18 @@ def test_tools_are_not_offered_where_none_are_to_be_called(encoder: Encoder) -> 
     assert session.asked[-1].prompt.tolist() == luthier.encode_prompt(ASKED, encoder.tokenizer).input_ids.tolist()
 
 
-def test_a_call_that_is_cut_off_is_told_as_text(encoder: Encoder) -> None:
-    ids = emitted(ANSWERS["calls"], encoder)[:12]
-    with running(encoder, Scripted(lambda request: ids)) as server:
-        choice = server.chat(messages=ASKED, tools=TOOLS).json()["choices"][0]
-        assert (choice["finish_reason"], choice["message"].get("tool_calls")) == ("length", None)
-        assert choice["message"]["content"].startswith("<tool_call>")
-        assert _in_pieces(server)[0]["content"] == choice["message"]["content"]
+def test_a_call_that_is_cut_off_is_told_as_far_as_it_was_drawn(encoder: Encoder) -> None:
+    """In its name it is text; in its arguments, some of which a stream has told by then, it is a call cut off."""
+    ids = emitted(ANSWERS["calls"], encoder)
+    (_, whole), *_ = expected(ANSWERS["calls"])["calls"]
+    found = []
+    for end in range(1, len(ids), 3):
+        with running(encoder, Scripted(lambda request, end=end: ids[:end])) as server:
+            message, finish = _whole(server)
+            told = as_told(message)
+            assert finish == "length" and _in_pieces(server) == (told, finish)
+        first = told["calls"][0] if told["calls"] else None
+        assert first is None or (first[0] == "weather" and whole.startswith(first[1].rstrip(HALF_CHARACTER)))
+        assert "weather" not in told["content"] or first is None or len(told["calls"]) == 1
+        found.append(None if first is None else first[1])
+    assert found[0] is None and whole in found and len(set(found)) > 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from luthier.records import Message, Part, Piece, Text, TextPiece, Thinking, ToolCall
@@ -55,19 +55,33 @@ class Edge:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReplyDelta:
-    """What the next tokens of a reply added to it, or the whole of it. A call comes once it is complete.
+class CallPiece:
+    """Some of a call as it is drawn. ``number`` counts the calls of a reply from 0. The first piece of a call has its
+    ``name``, and its ``id`` where the notation has one. ``arguments`` is JSON, which follows that of earlier pieces."""
 
-    ``num_malformed`` counts calls that were begun and are none (cut off, no JSON): their text is in the content.
+    number: int
+    name: str | None = None
+    id: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplyDelta:
+    """What the next tokens of a reply added to it, or the whole of it. A call comes in ``calls`` once it is complete,
+    and in ``call_pieces`` as it is drawn, where that was asked for.
+
+    ``num_malformed`` counts calls that were begun and are none (cut off, no JSON). Their text is in the content, unless
+    pieces of them were told.
     """
 
     content: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     num_malformed: int = 0
+    call_pieces: tuple[CallPiece, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls or self.num_malformed)
+        return bool(self.content or self.reasoning or self.calls or self.num_malformed or self.call_pieces)
 
     @property
     def message(self) -> Message:
@@ -85,7 +99,17 @@ def joined(deltas: Iterable[ReplyDelta]) -> ReplyDelta:
         reasoning="".join(delta.reasoning for delta in known),
         calls=tuple(call for delta in known for call in delta.calls),
         num_malformed=sum(delta.num_malformed for delta in known),
+        call_pieces=joined_pieces(piece for delta in known for piece in delta.call_pieces),
     )
+
+
+def joined_pieces(pieces: Iterable[CallPiece]) -> tuple[CallPiece, ...]:
+    """One for each call."""
+    found: dict[int, CallPiece] = {}
+    for piece in pieces:
+        first = found.get(piece.number)
+        found[piece.number] = piece if first is None else replace(first, arguments=first.arguments + piece.arguments)
+    return tuple(found.values())
 
 
 def is_sign(char: str) -> bool:

@@ -9,7 +9,8 @@ from functools import lru_cache
 from typing import Any
 
 from luthier.records import ToolCall
-from luthier.rendering.replies.form import JSON, SPOKEN, Edge, Field, ReplyDelta, ReplyForm, loaded
+from luthier.rendering.replies.arguments import WHOLE, ArgumentsWalk, as_json, inside_json
+from luthier.rendering.replies.form import JSON, SPOKEN, CallPiece, Edge, Field, ReplyDelta, ReplyForm, loaded
 from luthier.rendering.template import Tools
 
 LONGEST_NAME = 256  # characters of a tool's name, of an argument's, of the id of a call
@@ -39,6 +40,12 @@ class _Begun:
     arguments: dict[str, Any] = field(default_factory=dict)
     value: object = None  # of a call that is one object
     is_whole: bool = False  # its JSON has been read
+    has_sign: bool = False  # a control token has come in it
+    walk: ArgumentsWalk | None = None  # of JSON that is told as it is drawn
+    is_told: bool = False  # pieces of it have been told, so it is no text any more
+    is_broken: bool = False  # it was told, and is none
+    num_told: int = 0  # characters of the present value
+    separator: str = "{"  # before the next argument that is written apart
 
 
 class ReplyScanner:
@@ -47,10 +54,16 @@ class ReplyScanner:
     ``prompt`` is the signed end of the prompt that the reply stands behind; None: the one that the template writes
     where nothing else is asked for. ``tools`` are those on offer. A call whose notation begins with a control token is
     read whatever is on offer; one that begins with letters (``{"name": …}``) only if it names one of the tools.
+
+    With ``in_pieces`` calls are told as they are drawn: one with a control token before its arguments from where these
+    begin, any other once it is complete. What was told is not taken back: if such a call is cut off or is no JSON, its
+    arguments have come as far as they were drawn, and are not in the content.
     """
 
-    def __init__(self, form: ReplyForm, *, prompt: str | None = None, tools: Tools | None = None) -> None:
-        self.form, self.signs = form, form.signs.copy()
+    def __init__(
+        self, form: ReplyForm, *, prompt: str | None = None, tools: Tools | None = None, in_pieces: bool = False
+    ) -> None:
+        self.form, self.signs, self.in_pieces = form, form.signs.copy(), in_pieces
         self._edges: dict[Field, tuple[Edge, ...]] = {**form.edges, Field.START: form.start(prompt)}
         self._schemas = _schemas(tools or ())
         self._buffer, self._place, self._seen = "", 0, 0
@@ -58,7 +71,9 @@ class ReplyScanner:
         self._begun: _Begun | None = None
         self._told: dict[Field, list[str]] = {name: [] for name in SPOKEN}
         self._calls: list[ToolCall] = []
-        self._num_malformed = 0
+        self._pieces: list[CallPiece] = []
+        self._num_calls = self._num_malformed = 0
+        self._has_ids = any(e.target is Field.CALL_ID for found in self._edges.values() for e in found)
 
     def feed(self, signed: str) -> ReplyDelta:
         """What some more of the reply adds to it, as far as that is certain."""
@@ -84,9 +99,10 @@ class ReplyScanner:
             reasoning="".join(self._told[Field.THOUGHT]),
             calls=tuple(self._calls),
             num_malformed=self._num_malformed,
+            call_pieces=tuple(self._pieces),
         )
         self._told = {name: [] for name in SPOKEN}
-        self._calls, self._num_malformed = [], 0
+        self._calls, self._pieces, self._num_malformed = [], [], 0
         return delta
 
     def _step(self, is_final: bool) -> bool:
@@ -152,6 +168,8 @@ class ReplyScanner:
         edge = self._edge_at(end, is_final)
         if self._state is Field.NAME and not self._may_be_name(text, is_whole=isinstance(edge, Edge)):
             return self._fail()
+        if self._state is Field.VALUE and self._begun.is_told:
+            self._tell_value(self._begun, text, is_whole=isinstance(edge, Edge), is_cut=is_final)
         match edge:
             case Edge():
                 self._place = end
@@ -179,13 +197,19 @@ class ReplyScanner:
                 begun.key = text
             case Field.VALUE:
                 begun.arguments[begun.key] = self._value(begun, text)
+        if edge.target is Field.VALUE and not edge.begins_call and self._may_tell(begun):
+            self._tell_of(begun, f"{begun.separator}{as_json(begun.key)}: ")
+            begun.separator, begun.num_told = ", ", 0
         self._take(edge)
         return True
 
+    def _is_text(self, begun: _Begun) -> bool:
+        """Whether the present argument is a text by its schema."""
+        return self._schemas.get(begun.name or "", {}).get(begun.key, frozenset()) == {"string"}
+
     def _value(self, begun: _Begun, text: str) -> object:
         """An argument that is written apart: a text, or JSON where its schema or its look says so."""
-        types = self._schemas.get(begun.name or "", {}).get(begun.key, frozenset())
-        if types == {"string"}:
+        if self._is_text(begun):
             return text
         value = loaded(text)
         if value is None and text in _PYTHON:
@@ -201,6 +225,7 @@ class ReplyScanner:
             return self._fail()
         fresh = self._buffer[max(self._place, self._seen) :]
         sign = _SIGN.search(fresh)
+        self._walk(begun, len(self._buffer) - len(fresh) + sign.start() if sign else len(self._buffer))
         if "}" in fresh:
             try:
                 value, end = JSON.raw_decode(self._buffer, self._place)
@@ -211,7 +236,13 @@ class ReplyScanner:
                 self._place = self._seen = end
                 return True
         self._seen = len(self._buffer)
-        return self._fail() if is_final or sign else False
+        if not is_final and not sign:
+            return False
+        if not begun.is_told:
+            return self._fail()
+        begun.is_broken = begun.is_whole = True
+        self._place = self._seen = len(self._buffer) - (len(fresh) - sign.start() if sign else 0)
+        return True
 
     def _behind_json(self, begun: _Begun, is_final: bool) -> bool:
         for place in dict.fromkeys((self._place, _after_blank(self._buffer, self._place))):
@@ -224,7 +255,7 @@ class ReplyScanner:
                     return True
                 case NotKnownYet():
                     return False
-        if not begun.is_signed:
+        if not begun.is_signed and not begun.is_told:
             return self._fail()
         self._take(Edge(self._state, "", Field.CONTENT))  # words that no template writes behind a call
         return True
@@ -264,6 +295,8 @@ class ReplyScanner:
             return
         if edge.begins_call:
             self._begun = _Begun(self._place, edge.source, edge, is_signed)
+        if self._begun is not None:
+            self._begun.has_sign |= edge.has_sign
         self._place += len(edge.text)
         self._seen, self._state = self._place, edge.target
         if edge.target is Field.END:
@@ -273,11 +306,14 @@ class ReplyScanner:
         """Tell of the call that was read; False if it is none."""
         begun = self._begun
         assert begun is not None
-        call = self._call(begun)
-        if call is None or (not begun.is_signed and call.name not in self._schemas):
+        call = None if begun.is_broken else self._call(begun)
+        if call is None and begun.is_told:
+            self._num_malformed += 1
+        elif call is None or (not begun.is_signed and call.name not in self._schemas):
             self._fail()
             return False
-        self._calls.append(call)
+        else:
+            self._tell_call(begun, call)
         self._begun = None
         return True
 
@@ -294,6 +330,10 @@ class ReplyScanner:
         """What began as a call is none: it is read once more, as text."""
         begun = self._begun
         assert begun is not None
+        if begun.is_told:  # what was told is not taken back: what follows is text
+            begun.is_broken = True
+            self._take(Edge(self._state, "", Field.CONTENT))
+            return True
         self._begun, self._num_malformed = None, self._num_malformed + begun.is_signed
         self._place = self._seen = begun.place
         self._barred = begun.place + max(1, len(begun.edge.text))
@@ -304,6 +344,65 @@ class ReplyScanner:
             whole = next((text for text in closing if text and self._buffer.startswith(text, self._place)), "")
             self._place = self._seen = self._place + len(whole)
         return True
+
+    # ----------------------------------------------------------------------------------- calls as they are drawn
+
+    def _may_tell(self, begun: _Begun) -> bool:
+        """Whether a call may be told before it is complete: it is no text, as a control token has begun it or is
+        behind the name of a tool, and nothing that comes first is missing."""
+        is_call = begun.is_signed or (begun.has_sign and begun.name in self._schemas)
+        is_known = bool(begun.name) and (begun.call_id is not None or not self._has_ids)
+        return self.in_pieces and is_call and is_known
+
+    def _tell_of(self, begun: _Begun, arguments: str) -> None:
+        """More of the arguments of a call, behind its name where nothing of it has been told."""
+        if not begun.is_told:
+            begun.is_told = True
+            self._pieces.append(CallPiece(number=self._num_calls, name=begun.name, id=begun.call_id))
+            self._num_calls += 1
+        if arguments:
+            self._pieces.append(CallPiece(number=self._num_calls - 1, arguments=arguments))
+
+    def _walk(self, begun: _Begun, end: int) -> None:
+        """Tell of the arguments in a call's JSON up to a place."""
+        is_object = self._state is Field.OBJECT
+        if not (self.in_pieces and begun.is_signed if is_object else self._may_tell(begun)):
+            return
+        walk = begun.walk = begun.walk or ArgumentsWalk(self.form.keys if is_object else WHOLE)
+        arguments = walk.read(self._buffer[self._place + walk.num_read : end])
+        if walk.has_begun:
+            if is_object:
+                begun.name, begun.call_id = walk.name, walk.call_id
+            self._tell_of(begun, arguments)
+
+    def _tell_value(self, begun: _Begun, text: str, *, is_whole: bool, is_cut: bool) -> None:
+        """More of an argument that is written apart: a text as it is drawn, another once it is complete. What may be
+        the beginning of an edge is not told of one that is cut off."""
+        if is_cut and not is_whole:
+            self._seen = self._place
+            text = self._buffer[self._place : self._next_edge(is_final=False)]
+        if self._is_text(begun):
+            opened = '"' if not begun.num_told and (text or is_whole) else ""
+            new = inside_json(self.signs.spelled(text[begun.num_told :]))
+            self._tell_of(begun, opened + new + ('"' if is_whole else ""))
+            begun.num_told = len(text)
+        elif is_whole:
+            self._tell_of(begun, as_json(self._value(begun, self.signs.spelled(text))))
+        elif is_cut:
+            self._tell_of(begun, self.signs.spelled(text))
+        if is_cut and not is_whole:
+            self._place = len(self._buffer)
+
+    def _tell_call(self, begun: _Begun, call: ToolCall) -> None:
+        """A call that is complete: whole, or what is left of it."""
+        self._calls.append(call)
+        if not self.in_pieces:
+            return
+        if not begun.is_told:
+            begun.name, begun.call_id = call.name, call.id
+            self._tell_of(begun, as_json(call.arguments))
+        elif begun.walk is None:  # its arguments are written apart
+            self._tell_of(begun, "}")
 
 
 @lru_cache(maxsize=256)
