@@ -11,12 +11,19 @@ import numpy as np
 import pytest
 
 from luthier.check.selection import Kind, Selection
-from luthier.check.show.token_origins import TokenOrigin, find_rows, row_origins, segment_origin
+from luthier.check.show.token_origins import (
+    TokenOrigin,
+    find_rows,
+    leaf_owners,
+    row_origins,
+    sample_difference,
+    segment_origin,
+    token_owners,
+)
 from luthier.check.show.view import RowView
 from luthier.config.loading import load_config
 from luthier.config.schema import SourceConfig
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.owners import leaf_owners, sample_difference, token_owners
 from luthier.errors import RowError, StoreError
 from luthier.loader.settings import Loaded, load_rows
 from luthier.preparation.prepared import PreparedSet

@@ -19,12 +19,18 @@ from verify_cases import AT, chat, message
 from luthier.check.show.html import page_html, tokens_html
 from luthier.check.show.previews import LONGEST_SIDE, WAVE_HEIGHT, WAVE_WIDTH, outline, preview, previews
 from luthier.check.show.terminal import RowText, TokenTable
-from luthier.check.show.token_origins import SegmentOrigin, TokenOrigin, name_owners, speakers_of
+from luthier.check.show.token_origins import (
+    SegmentOrigin,
+    TokenOrigin,
+    leaf_owners,
+    name_owners,
+    speakers_of,
+    token_owners,
+)
 from luthier.check.show.token_text import item_words, placed_media
 from luthier.check.show.view import RowView, show_batch, show_pack, show_sample
 from luthier.collation import MediaInputs, collate_packs
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.owners import leaf_owners, token_owners
 from luthier.media import MediaAccess, MediaKind, sampled_frames
 from luthier.records import Audio, AudioHeader, Document, Image, MediaItem, Pack, Row, Text, Video, VideoHeader
 
