@@ -7,16 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from luthier.config.choices import (
-    Format,
-    HeadKernel,
-    HistoryRendering,
-    Overflow,
-    Packing,
-    QuantizationType,
-    RowKind,
-    Sharding,
-)
+from luthier.config.choices import Format, HeadKernel, HistoryRendering, Overflow, Packing, QuantizationType, RowKind
 from luthier.config.draft import Draft
 from luthier.config.inputs import QuantizationConfig
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned, ObjectiveConfig, ReferenceSource
@@ -267,9 +258,6 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("train.optim", what, hint)
     if config.train.packing is Packing.SPLIT:
         yield draft.problem("train.packing", "answers are never cut", "set train.packing: best_fit")
-    if config.runtime.sharding is not Sharding.NONE and LOSSES.named(config.objective.loss_name).expects:
-        what = f"the value head of {config.objective.loss_name} is a part of the model that cannot be divided"
-        yield draft.problem("runtime.sharding", what, "set runtime.sharding: none, or objective.loss: reinforce_pp")
 
 
 def _reward_model_faults(draft: Draft, key: str, reward: RewardConfig) -> Iterator[Problem]:

@@ -28,6 +28,7 @@ from luthier.models.encoders import BlankMedia, with_blanks
 from luthier.models.isolation import ChosenIsolation
 from luthier.models.model import REWARD_HEAD
 from luthier.models.routers import Routers
+from luthier.models.sharding import local_copy, replicate
 from luthier.models.submodules import plain_model
 from luthier.objectives.head import AnyHead, Head, tempered
 from luthier.objectives.head_kernels import LossKernel
@@ -317,7 +318,7 @@ class ValueHead(nn.Module):
     """What a policy expects of an answer at each of its targets: a linear function of the hidden state before it.
 
     It becomes a part of the model, so that its weights are trained with the others'. The model's own weights, as they
-    are saved for others, are without it.
+    are saved for others, are without it. Where ranks share the model's weights, each has all of the head.
     """
 
     def __init__(self, hidden_size: int, device: torch.device) -> None:
@@ -327,16 +328,17 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden_KD: torch.Tensor) -> torch.Tensor:
         """float32[K]."""
-        return (hidden_KD.float() * self.weight_D).sum(dim=1) + self.bias
+        return (hidden_KD.float() * local_copy(self.weight_D)).sum(dim=1) + local_copy(self.bias)
 
     def numbers(self) -> dict[str, Any]:
-        return {"weight": self.weight_D.tolist(), "bias": self.bias.item()}
+        with torch.no_grad():
+            return {"weight": local_copy(self.weight_D).tolist(), "bias": local_copy(self.bias).item()}
 
     def take(self, numbers: Mapping[str, Any]) -> None:
         """The way back."""
         with torch.no_grad():
-            self.weight_D.copy_(torch.tensor(numbers["weight"]))
-            self.bias.fill_(numbers["bias"])
+            local_copy(self.weight_D).copy_(torch.tensor(numbers["weight"]))
+            local_copy(self.bias).fill_(numbers["bias"])
 
     def _save_to_state_dict(self, *_: Any) -> None:
         """Nothing, and nothing is missed in `_load_from_state_dict`."""
@@ -355,6 +357,7 @@ def add_value_head(model: nn.Module, forward: ModelPass) -> ValueHead:
             hint="choose another objective.loss, such as reinforce_pp",
         )
     found = ValueHead(plain.config.get_text_config().hidden_size, forward.device)
+    replicate(found, like=model)
     model.add_module("value_head", found)
     return found
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -151,6 +151,34 @@ def give_up_gathered(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.set_reshard_after_forward(module is not plain, recurse=False)
             module.reshard()
+
+
+def replicate(part: nn.Module, *, like: nn.Module) -> None:
+    """Have each rank hold all weights of a small part that a model gets when it is divided already. They become
+    DTensors as the others are, for optimizers and norms take no mixture; `local_copy` is what is computed with, and
+    `average_replicated` is to be called before each update. Nothing happens beside a model that is whole."""
+    if not is_sharded(like):
+        return
+    mesh = next(weight.device_mesh for weight in like.parameters() if isinstance(weight, DTensor))
+    for name, weight in list(part.named_parameters(recurse=False)):
+        whole = distribute_tensor(weight.detach(), mesh, [Replicate()], src_data_rank=None)
+        part.register_parameter(name, nn.Parameter(whole))
+
+
+def local_copy(weight: torch.Tensor) -> torch.Tensor:
+    """A weight as it is, or this rank's copy of one that each rank holds."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def average_replicated(model: nn.Module) -> None:
+    """Average the gradients of what `replicate` has had each rank hold, as those of all that is divided are by now. The
+    ranks' backward passes come to such a weight in different orders, so they cannot meet there. Every rank has to ask
+    at once."""
+    for weight in model.parameters():
+        if isinstance(weight, DTensor) and isinstance(weight.grad, DTensor) and weight.placements[0].is_replicate():
+            share = weight.grad.to_local()
+            torch.distributed.all_reduce(share, group=weight.device_mesh.get_group())
+            share.div_(weight.device_mesh.size())
 
 
 def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:

@@ -301,6 +301,7 @@ class Trainer:
         before if its norm or a loss is not finite."""
         limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
         own, clip = self.in_backward, self.accelerator.clip_grad_norm_
+        sharding.average_replicated(self.model)
         norm = own.norm if own else sharding.whole_gradient_norm(clip(self.wrapped.parameters(), limit))
         # under fp16 the loss scaler skips steps whose gradients overflow, which is no fault
         checked = norm if self.accelerator.scaler is None else None

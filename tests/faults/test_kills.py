@@ -37,7 +37,8 @@ TIMES = {
     "fed": {"while a window held rows": 0},
     "training": {"with a checkpoint": 0},
     "drawing": {
-        "while answers waited": 5, "sampling": 2, "judging": 2, "updating": 2, "writing answers": 2, "files": 2,
+        "while answers waited": 5, "sampling": 2, "judging": 2, "updating": 2, "delivering": 1, "writing answers": 2,
+        "files": 2,
     },
 }  # fmt: skip
 POINTS = {"preparing-operations": 60, "checkpoints": 60, "store-failures": 100}  # more than so many operations

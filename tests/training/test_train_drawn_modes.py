@@ -14,7 +14,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_rollouts import ROLLOUT, evenness, losses, rollouts
+from tiny_rollouts import ROLLOUT, evenness, losses, micro_batch_counts, rollouts, step_gradients
 from tiny_runs import TINY, make_data, make_segments
 
 from luthier.engines.answering import Answering
@@ -23,7 +23,7 @@ from luthier.engines.local import LocalEngine
 from luthier.errors import TrainingError
 from luthier.metrics.table import METRICS, Metric
 from luthier.training.report.result import RunResult
-from luthier.training.rollouts.answer_log import FOLDER
+from luthier.training.rollouts.answer_log import FOLDER, answers_file
 from luthier.training.rollouts.sampler_probes import Cause
 from luthier.training.trainer import Trainer
 
@@ -48,6 +48,8 @@ TRIED = [
 ]
 FOLLOWS_TEACHER = ("opd", "gkd")
 STOP = 2034
+IN_PARTS = ("rl", "ppo", "lora")
+UNEVEN, SHARDINGS = ("dapo", "grpo", "dr_grpo", "ppo"), ("none", "fsdp")  # one for each divisor, and with a value head
 RANKS = Path(__file__).with_name("tiny_drawn_ranks.py")
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT's
@@ -210,7 +212,22 @@ def of_ranks(model: Path, teacher: Path) -> dict[str, dict[str, Any]]:
     lora = {"objective": {"name": "rl", "loss": "grpo", "kl_weight": 0.1}, "adapter": LORA}
     jobs = {name: {**shared, **chosen[name]} for name in ("rl", "ppo", "online_dpo")} | {"lora": {**shared, **lora}}
     in_parts = {"runtime__sharding": "fsdp", "eval__generate_rows": 2, "train__per_device_train_batch_size": 1}
-    return jobs | {f"{name} in parts": {**jobs[name], **in_parts} for name in ("rl", "lora")}
+    jobs |= {f"{name} in parts": {**jobs[name], **in_parts} for name in IN_PARTS}
+    return jobs | {f"{loss}, {sharding}": uneven(model, loss, sharding) for loss in UNEVEN for sharding in SHARDINGS}
+
+
+def uneven(model: Path, loss: str, sharding: str) -> dict[str, Any]:
+    """One step in micro-batches of 34 tokens, which hold one prompt with its answers, or two."""
+    return {
+        "model": {"name_or_path": str(model)},
+        "objective": {"name": "rl", "loss": loss},
+        "rollout": {**ROLLOUT, "prompts_per_step": 6},
+        "data__max_length": 34,
+        "train__max_steps": 1,
+        "train__packing": "best_fit",
+        "train__per_device_train_batch_size": 1,
+        "runtime__sharding": sharding,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -219,12 +236,16 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, knows_few: Path, knows_half:
         pytest.skip("this torch has no gloo")
     folder = tmp_path_factory.mktemp("ranks")
     jobs = of_ranks(knows_few, knows_half)
+    saving = {"output__save_strategy": "steps", "output__save_steps": 2, "train__lr_scheduler_type": "constant"}
+    goes_on = {**jobs["ppo in parts"], **saving}
+    jobs |= {name: {**goes_on, "train__max_steps": steps} for name, steps in (("whole", 4), ("first part", 2))}
+    jobs["second part"] = {**jobs["whole"], "output__dir": str(folder / "first part")}
     errors = folder / "stderr"
     assert run_ranks(RANKS, str(folder), json.dumps(jobs), errors=errors) == [0, 0], errors.read_text()
     return folder
 
 
-@pytest.mark.parametrize("name", ["rl", "ppo", "online_dpo", "lora", "rl in parts", "lora in parts"])
+@pytest.mark.parametrize("name", ["rl", "ppo", "online_dpo", "lora", *(f"{name} in parts" for name in IN_PARTS)])
 def test_two_ranks_draw_and_learn_what_one_process_does(
     name: str, ranks: Path, knows_few: Path, knows_half: Path, train: Train
 ) -> None:
@@ -244,6 +265,36 @@ def test_two_ranks_draw_and_learn_what_one_process_does(
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
     for step, other in zip(two.steps, one.steps, strict=True):
         assert step.measures == pytest.approx(other.measures, rel=1e-3, abs=1e-5)
+
+
+def test_a_value_head_beside_shared_weights_goes_on_where_it_was(ranks: Path) -> None:
+    whole, parts = RunResult.load(ranks / "whole"), RunResult.load(ranks / "first part")
+    assert [step.step for step in parts.steps] == [1, 2, 3, 4] and losses(parts) == losses(whole)
+    states = [json.loads((run.path / "checkpoint-4" / "objective_state.json").read_text()) for run in (whole, parts)]
+    assert states[0] == states[1] and any(states[0]["value_head"]["weight"])
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("loss", UNEVEN)
+def test_ranks_with_unequal_numbers_of_micro_batches_have_one_normaliser(
+    loss: str, sharding: str, ranks: Path, knows_few: Path, train: Train
+) -> None:
+    """Targets, answers and a constant are divided by as one process does."""
+    name = f"{loss}, {sharding}"
+    with step_gradients() as gradients, micro_batch_counts() as counts:
+        one = train(make_data(make_segments(12)), folder="one", **uneven(knows_few, loss, "none"))
+    two, numbers = (
+        RunResult.load(ranks / name),
+        [json.loads((ranks / f"{name}.rank{r}.json").read_text()) for r in (0, 1)],
+    )
+    assert numbers[0] != numbers[1] and sum(counts) > 2, (numbers, counts)
+    files = [answers_file(ranks / name, 0, rank).read_text().splitlines() for rank in (0, 1)]
+    targets = [sum(len(json.loads(line)["ids"]) for line in lines) for lines in files]
+    assert targets[0] != targets[1]
+    assert losses(two) == pytest.approx(losses(one), abs=1e-6)
+    found = load_file(ranks / f"{name}.gradients")["first"]
+    assert float(gradients[0].norm()) > 1e-2
+    assert float((found - gradients[0]).norm()) < 1e-6 * float(gradients[0].norm())
 
 
 def _by_step(folder: Path) -> list[list[dict[str, Any]]]:

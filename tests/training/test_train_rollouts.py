@@ -7,7 +7,6 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -17,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_rollouts import LAYOUTS, ROLLOUT, evenness, ids, losses, rollouts
+from tiny_rollouts import LAYOUTS, ROLLOUT, evenness, ids, losses, rollouts, step_gradients
 from tiny_runs import make_config, make_data, make_segments
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from luthier.config.loading import load_draft
 from luthier.config.objective import losses_of
@@ -132,21 +130,6 @@ def test_rewards_and_their_opposites_have_opposite_gradients(
 
 def hash_of(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=4).digest())
-
-
-@contextmanager
-def step_gradients() -> Iterator[list[torch.Tensor]]:
-    """All gradients of each update."""
-    found: list[torch.Tensor] = []
-
-    def keep(optimizer: Any, args: Any, kwargs: Any) -> None:
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        if any(weight.grad is not None for weight in weights):
-            found.append(torch.cat([weight.grad.flatten() for weight in weights if weight.grad is not None]))
-
-    handle = register_optimizer_step_pre_hook(keep)
-    yield found
-    handle.remove()
 
 
 def test_rewards_of_chance_teach_nothing(knows_few: Path, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,9 @@ from luthier.errors import TrainingError
 from luthier.metrics.table import METRICS, Metric
 from luthier.models.passes import ModelPass
 from luthier.objectives.policy_losses import GapSums
+from luthier.rewards.judging import Judged, RewardJudge
 from luthier.training.report.result import RunResult
+from luthier.training.rollouts import drawing
 from luthier.training.rollouts.gap_watch import NUMBERS
 from luthier.training.rollouts.sampler_probes import Cause, ScoredAnswer, cause_of, visible_fault
 
@@ -191,15 +193,53 @@ def test_a_pass_of_training_that_differs_from_the_model_is_told(run: Train, monk
     assert Cause.TRAINING_PASS in caught.value.message
 
 
+def rolled(found: Any) -> Any:
+    return np.roll(found, 1)
+
+
+@pytest.mark.parametrize("fault", ["advantages", "answers"])
+def test_advantages_of_the_neighbour_are_told(fault: str, run: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer has that of the one before, or each token is said to be of the answer before."""
+    real_advantages, real_tree = drawing.advantages, drawing.answer_tree
+    if fault == "advantages":
+        monkeypatch.setattr(drawing, "advantages", lambda *asked: rolled(real_advantages(*asked)))
+    else:
+
+        def tree(*asked: Any) -> Any:
+            found = real_tree(*asked)
+            return replace(found, answers_K=(found.answers_K + 1) % (found.answers_K.max() + 1))
+
+        monkeypatch.setattr(drawing, "answer_tree", tree)
+    with pytest.raises(TrainingError) as caught:
+        run()
+    assert "advantages of others" in caught.value.message
+
+
+def test_rewards_of_the_neighbour_are_told(run: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer of a step gets the reward of the one before."""
+    real, told = RewardJudge.judge, list[str]()
+
+    def judge(self: RewardJudge, answers: Any) -> Judged:
+        found = real(self, answers)
+        return replace(found, total_N=rolled(found.total_N))
+
+    monkeypatch.setattr(RewardJudge, "judge", judge)
+    run(train__max_steps=1, on_event=lambda event: told.append(getattr(event, "text", "")))
+    assert sum("rewards depend on the order" in text for text in told) == 1
+
+
 @pytest.mark.parametrize("loss", ["dapo", "gspo"])
 def test_a_sound_sampler_is_left_alone(loss: str, run: Train) -> None:
     told: list[str] = []
     found = run(
         objective={"name": "rl", "loss": loss},
-        train__max_steps=12,
+        train__max_steps=100,
+        train__learning_rate=2e-3,
         on_event=lambda event: told.append(getattr(event, "text", "")),
     )
-    assert not [text for text in told if "nats a token" in text or "at fault" in text]
+    alarms = ("other probabilities", "at fault", "depend on the order", "advantages of others")
+    assert not [text for text in told if any(alarm in text for alarm in alarms)]
+    assert found.steps[-1].grad_norm > 0, "it learns to the end"
     for step in found.steps:
         assert set(NUMBERS) <= set(step.measures)
         assert step.measures["gap"] <= step.measures["gap_p99"] <= step.measures["gap_max"] < 1e-3

@@ -1,13 +1,18 @@
-"""One rank of runs that draw their answers: ``python tiny_drawn_ranks.py FOLDER MODEL JOBS``, jobs as JSON by name."""
+"""One rank of runs that draw their answers: ``python tiny_drawn_ranks.py FOLDER JOBS``, jobs as JSON by name.
+
+Beside a run are its notes, the first gradient, and how many micro-batches each rank has learned from in each step.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import torch
-from tiny_rollouts import evenness
+from safetensors.torch import save_file
+from tiny_rollouts import evenness, micro_batch_counts, step_gradients
 from tiny_runs import make_config, make_data, make_segments
 
 from luthier.encoding.tokenizer import load_tokenizer
@@ -23,14 +28,17 @@ def main() -> None:
         config = make_config(folder / name, **changes)
         notes: list[str] = []
         data = make_data(make_segments(12), make_segments(3) if config.eval.generate_rows else ())
-        fit_data(
-            config,
-            load_tokenizer("preset:tiny-qwen3"),
-            data,
-            on_event=lambda event, notes=notes: notes.append(getattr(event, "text", "")),  # type: ignore[misc]
-        )
+        with step_gradients() as gradients, micro_batch_counts() as counts:
+            fit_data(
+                config,
+                load_tokenizer("preset:tiny-qwen3"),
+                data,
+                on_event=lambda event, notes=notes: notes.append(getattr(event, "text", "")),  # type: ignore[misc]
+            )
+        (folder / f"{name}.rank{os.environ['RANK']}.json").write_text(json.dumps(counts))
         if notes:  # the first rank has something to say
             (folder / f"{name}.notes").write_text("\n".join(notes))
+            save_file({"first": gradients[0]}, folder / f"{name}.gradients")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,20 @@
-"""What tests of runs that draw their answers share: a reward, a description, and the answers in a run's folder."""
+"""What tests of runs that draw their answers share: a reward, a description, what a run has drawn and learned."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from luthier.models.sharding import undivided
 from luthier.training.report.result import RunResult
 from luthier.training.rollouts.answer_log import FOLDER
+from luthier.training.rollouts.drawing import Rollouts
 
 ROLLOUT = {"prompts_per_step": 4, "answers": 3, "max_new_tokens": 6, "min_finished": 0.0, "rewards": ["evenness"]}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -35,3 +42,34 @@ def ids(result: RunResult) -> list[list[list[int]]]:
 
 def losses(result: RunResult) -> list[float]:
     return [step.loss for step in result.steps]
+
+
+@contextmanager
+def step_gradients() -> Iterator[list[torch.Tensor]]:
+    """All gradients of each update; whole, where ranks share them."""
+    found: list[torch.Tensor] = []
+
+    def keep(optimizer: Any, args: Any, kwargs: Any) -> None:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if any(weight.grad is not None for weight in weights):
+            found.append(torch.cat([undivided(w.grad).flatten() for w in weights if w.grad is not None]))
+
+    handle = register_optimizer_step_pre_hook(keep)
+    yield found
+    handle.remove()
+
+
+@contextmanager
+def micro_batch_counts() -> Iterator[list[int]]:
+    """From how many micro-batches this process has learned in each step; blank ones are not counted."""
+    found: list[int] = []
+    real = Rollouts.batches
+
+    def batches(self: Rollouts, *asked: Any) -> Any:
+        batches = real(self, *asked)
+        found.append(sum(batch.policy is not None for batch in batches))
+        return batches
+
+    Rollouts.batches = batches  # type: ignore[method-assign]
+    yield found
+    Rollouts.batches = real  # type: ignore[method-assign]

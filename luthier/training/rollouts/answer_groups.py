@@ -173,7 +173,27 @@ def collated(rows: Sequence[Sequence[AnswerGroup]], layout: AnswerLayout, *, age
         order_K=torch.from_numpy(np.argsort(np.concatenate(numbers_K))),
         age=age,
     )
+    _check_owners(policy, groups)
     return replace(batch, policy=policy, units=_pairs(batch, answers_K) if layout.pairs else ())
+
+
+def _check_owners(policy: PolicyTargets, groups: Sequence[AnswerGroup]) -> None:
+    """Look once more at what the loss is to read: the targets of an answer have the probabilities of that answer
+    together, and of two answers to a prompt the better one has the higher advantage. Raises `TrainingError`."""
+    told_S = np.bincount(policy.answers_K.numpy(), policy.behaviour_K.numpy(), minlength=len(policy.advantages_S))
+    drawn_S = [float(answer.logprobs.sum(dtype=np.float64)) for group in groups for answer in group.answers]
+    wrong_S = ~np.isclose(told_S, drawn_S, rtol=1e-4, atol=1e-4, equal_nan=True)
+    advantages_S, first = policy.advantages_S.numpy(), 0
+    for group in groups:
+        ours = slice(first, first := first + len(group.answers))
+        order = np.argsort(group.rewards_G, kind="stable")
+        if (np.diff(advantages_S[ours][order]) < 0).any():
+            wrong_S[ours] = True
+        if wrong_S[ours].any():
+            raise TrainingError(
+                f"{group.question.address}: its answers were given the advantages of others, or tokens of others",
+                hint="this is a fault of Luthier or of a plugin; see docs/rl.md for what a run keeps of its answers",
+            )
 
 
 def _pairs(batch: Batch, answers_K: NDArray[np.int64]) -> tuple[Unit, ...]:
