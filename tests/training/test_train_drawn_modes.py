@@ -183,7 +183,7 @@ def test_canaries_and_gaps_hold_at_another_temperature_where_several_steps_share
 ) -> None:
     rollout = {**ROLLOUT, "temperature": 0.6, "updates": 2, "passes": 2}
     changes: dict[str, Any] = {"objective": "rl", "model": {"name_or_path": str(knows_few)}, "rollout": rollout}
-    run = train(make_data(make_segments(12)), data__max_length=64, train__learning_rate=6e-3, **changes)
+    run = train(make_data(make_segments(12)), data__max_length=64, train__learning_rate=1e-2, **changes)
     assert [step.measures.get("gap", 1.0) < 1e-5 for step in run.steps] == [True, False, True, False]
     real = LocalEngine.generate
 
