@@ -203,9 +203,10 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., obje
     def text(value: object) -> Tracked:
         return text_of(value, trace_of())
 
-    def join(value: Any, d: Any = "", attribute: str | int | None = None) -> Tracked:
+    @pass_environment
+    def join(environment: Environment, value: Any, d: Any = "", attribute: str | int | None = None) -> Tracked:
         if attribute is not None:
-            refuse("join by attribute")
+            value = map(jinja_filters.make_attrgetter(environment, attribute), value)
         return concatenate([text(d)], trace_of()).join(map(text, value))
 
     def tojson(value: Any, *args: Any, **kwargs: Any) -> Tracked:

@@ -101,6 +101,7 @@ OPERATIONS: dict[str, Callable[..., str]] = {
     "rpartition": lambda text, sep, index: text.rpartition(sep)[index],
     "json": lambda text, ensure_ascii: (encode_basestring_ascii if ensure_ascii else encode_basestring)(text)[1:-1],
     "repr": between_quotes,
+    "ascii": lambda text, quote: between_quotes(text, quote).encode("ascii", "backslashreplace").decode("ascii"),
     "html": lambda text: str(escape(text)),
 }
 

@@ -154,13 +154,15 @@ class _Writer:
 
 
 class _ReprWriter(_Writer):
+    operation = "repr"
+
     def write(self, value: object) -> Iterator[str]:
         match value:
             case str():
                 own = traced(value, self.trace)
                 quote = quote_of(str.__str__(own))
                 self.trace.ask("quote", own._sketch, answer=quote)
-                yield from self.quoted(own, quote, ("repr", quote))
+                yield from self.quoted(own, quote, (self.operation, quote))
             case dict():
                 yield "{"
                 for index, (name, item) in enumerate(value.items()):
@@ -183,6 +185,10 @@ class _ReprWriter(_Writer):
     def _comma(self, index: int) -> Iterator[str]:
         if index:
             yield ", "
+
+
+class _AsciiWriter(_ReprWriter):
+    operation = "ascii"
 
 
 class _JsonWriter(_Writer):
@@ -267,10 +273,10 @@ def printed_by(form: str, values: Any, trace: Trace, *, what: str = "the operato
         value = values[match["key"]] if named and match["key"] is not None else _next(rest)
         spec = f"%{match['flags']}{width}{'' if precision is None else '.' + precision}{kind}"
         made = _by_number(value, functools.partial(_percent, spec), trace)
-        if made is None and kind not in "src":
+        if made is None and kind not in "srac":
             refuse(f"{what} with %{kind}")
         if made is None:
-            text = repr_of(value, trace) if kind == "r" else text_of(value, trace)
+            text = _converted(value, kind, trace)
             align = "<" if "-" in match["flags"] or width.startswith("-") else ">"
             made = _laid_out(text, width.lstrip("-"), precision, trace, align=align)
         parts.append(made)
@@ -280,7 +286,7 @@ def printed_by(form: str, values: Any, trace: Trace, *, what: str = "the operato
 def formatted_by(form: str, value_of_field: Callable[[str], object], trace: Trace) -> Tracked:
     """``form.format(…)``; ``value_of_field`` looks a field up (``0``, ``name``, ``0.a[b]``).
 
-    Raises `LostProvenance` where the format itself is a row's, or ``!a`` would print a row's text.
+    Raises `LostProvenance` where the format itself is a row's.
     """
     what = "str.format"
     return _Fields(value_of_field, trace, what).filled(_own_format(form, trace, what))
@@ -307,9 +313,9 @@ class _Fields:
             made = _by_number(value, lambda number: format(number, layout), self.trace)
             if made is not None:
                 return made
-        elif conversion not in "sr":
+        elif conversion not in "sra":
             refuse(f"{self.what} with !{conversion}")
-        text = repr_of(value, self.trace) if conversion == "r" else text_of(value, self.trace)
+        text = _converted(value, conversion, self.trace)
         match = LAYOUT.fullmatch(layout)
         if match is None or (layout and conversion is None and not isinstance(value, str)):
             refuse(f"{self.what} with {layout!r}")
@@ -325,6 +331,28 @@ def repr_of(value: object, trace: Trace) -> Tracked:
         return own_text(repr(str.__str__(own)), trace)
     writer = _ReprWriter(trace, owner_of(own, trace) or SCAFFOLD)
     return writer.gathered(writer.write(own))
+
+
+def ascii_of(value: object, trace: Trace) -> Tracked:
+    """``ascii(value)``: its repr with all that is not ASCII escaped."""
+    owner = owner_of(value, trace)
+    if owner is None:
+        printed = repr_of(value, trace)
+        return own_text(str.__str__(printed).encode("ascii", "backslashreplace").decode("ascii"), trace)
+    if not isinstance(value, str | list | tuple | dict):  # a number
+        return text_of(value, trace)
+    writer = _AsciiWriter(trace, owner)
+    return writer.gathered(writer.write(value))
+
+
+def _converted(value: object, conversion: str | None, trace: Trace) -> Tracked:
+    match conversion:
+        case "r":
+            return repr_of(value, trace)
+        case "a":
+            return ascii_of(value, trace)
+        case _:
+            return text_of(value, trace)
 
 
 def _own_format(form: str, trace: Trace, what: str) -> str:

@@ -257,13 +257,12 @@ def test_white_space_that_a_control_token_swallows_is_not_rendered() -> None:
 @pytest.mark.parametrize(
     "expression",
     [
-        "'%a' % message.content",
-        "'%s and %a' % (message.content, message.content)",
+        "'{:05}'.format(message.content)",
+        "'%s' % message.content % ()",
         "message.content % ()",
         "message.content|format",
         "message.content.format()",
         "message.content|wordwrap(3)",
-        "'{!a}'.format(message.content)",
         "'{:{}}'.format(1, message.content|length|string ~ message.content[:0])",
         "message.content.center(9)",
     ],

@@ -217,7 +217,7 @@ def test_printed_values_are_as_python_writes_them_and_keep_owners(value: Any) ->
 
 FORMS = (
     "%s", "%s: %s", "%r|%s", "%9s|%-9s", "%.2s|%9.3s", "%%%s", "%-9r%s", "{}", "{0} {0}{1}", "{:>9}|{:^9}", "{:*<9.2}",
-    "{!r:>12}{!s}", "{{{}}}",
+    "{!r:>12}{!s}", "{{{}}}", "%a|%-9a", "%5a: %.3a", "{!a}{!a:>9}",
 )  # fmt: skip
 
 
@@ -250,7 +250,7 @@ def plainly(form: str, values: tuple[str, ...]) -> str:
     return form % values if "%" in form else form.format(*values)
 
 
-@pytest.mark.parametrize("form", ["%a", "%5a", "{!a}", "{:05}", "{:{}}"])
+@pytest.mark.parametrize("form", ["{!x}", "{:05}", "{:{}}"])
 def test_formats_that_cannot_be_followed_are_refused(form: str) -> None:
     trace = Trace()
     one = tracked("ab", trace)
@@ -260,6 +260,14 @@ def test_formats_that_cannot_be_followed_are_refused(form: str) -> None:
         printed_by(one, (), trace)  # a text of the row as the format
     with pytest.raises(LostProvenance):
         formatted_by(one, lambda _: one, trace)
+
+
+@given(value=JSON)
+def test_values_in_ascii_are_as_python_writes_them(value: Any) -> None:
+    trace = Trace()
+    for form, plain in (("%a", ascii(value)), ("{!a}", ascii(value))):
+        result = formatted(form, (mark(value, trace),), trace)
+        assert str.__str__(result) == plain and replayed(result, trace.strings) == plain
 
 
 def test_a_string_of_unknown_origin_is_put_together_with_nothing() -> None:
