@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config
 
 import luthier
 from luthier import ExportCheck, Exported, ExportOptions
@@ -22,14 +22,15 @@ from luthier.export import taken_down
 from luthier.models.adapter_files import quiet_peft
 from luthier.presets import tokenizer_folder
 from luthier.presets.datasets import dataset_rows
-from tests.training.tiny_models import MODELS
+from tests.training.tiny_models import MODELS, SIZES
 from tests.training.tiny_vlm_folders import filled, write_vlm
 
 PAGE = Path(__file__).parents[2] / "docs" / "export.md"
 PICTURES = " (images)"
 ADAPTED = {"LoRA": None, "DoRA": None, "QLoRA nf4": "nf4", "QLoRA int8": "int8"}  # kind -> how its base is quantized
-ALL, SEEING = ("full", "LoRA", "DoRA", "QLoRA nf4"), ("full", "LoRA")
+ALL = ("full", "LoRA", "DoRA", "QLoRA nf4")
 PROVEN = {
+    "qwen2": ALL,
     "qwen3": ALL,
     "llama": (*ALL, "QLoRA int8"),
     "mistral": ALL,
@@ -37,10 +38,11 @@ PROVEN = {
     "gemma3": ALL,
     "qwen3_moe": ALL,
     "gpt_oss": ALL,
-    "qwen3_vl" + PICTURES: SEEING,
-    "llava" + PICTURES: SEEING,
-    "gemma3" + PICTURES: SEEING,
+    "qwen3_vl" + PICTURES: ALL,
+    "llava" + PICTURES: ALL,
+    "gemma3" + PICTURES: ALL,
 }
+NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}  # of Qwen 2
 Base = Callable[[str], Path]
 
 
@@ -67,7 +69,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
             filled(AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))).save_pretrained(folder)
             return folder
         shutil.copytree(tokenizer_folder("tiny"), folder)
-        config: Any = MODELS[name]().config
+        config: Any = Qwen2Config(**NO_HEAD_DIM) if name == "qwen2" else MODELS[name]().config
         config.update({"vocab_size": 2048, "eos_token_id": 2034, "pad_token_id": 2032, "bos_token_id": None})
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         return folder
