@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +23,7 @@ import luthier
 from luthier import ExportCheck
 from luthier.check.golden import GoldenContext, Parity, read_parity
 from luthier.config.schema import ExportConfig
+from luthier.engines.engine import Completion, Request
 from luthier.errors import ModelError, UserError
 from luthier.export import gguf, taken_down
 from luthier.export.checks import BOUNDS
@@ -27,7 +31,9 @@ from luthier.export.gguf import GGUF_BOUNDS, convert, converter_folder, prove_gg
 from luthier.export.llama_server import llama_server
 from luthier.export.pre_tokenizers import PROBE, known_name
 from luthier.export.proof import template_digest
+from luthier.prediction.trained_run import open_run
 from luthier.presets import model_folder, tokenizer_folder
+from tests.programs import readme_program
 
 GGUF = partial(ExportConfig, format="gguf")
 TEMPLATE = "{{ messages }}"
@@ -227,6 +233,23 @@ def test_a_run_becomes_a_file_that_llama_cpp_answers_alike(
     assert list(parity.texts) == [PROBE] and any("qwen2" in note for note in done.notes)
     if outtype == "q8_0":
         assert luthier.check_export(tmp_path / "small").ok
+    if outtype == "f32":
+        _readmes_program_asks(tmp_path / "small" / files[-1], run)
+
+
+def _readmes_program_asks(model: Path, run: Path) -> None:
+    """The README's program, as it is written, but for the file and an end, gets the answer of the trained run."""
+    program = readme_program("xllamacpp").replace("output/gguf/gguf-bf16.gguf", str(model))
+    program = program.replace("'temperature': 0", "'temperature': 0, 'max_tokens': 4")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    (question,) = re.findall(r"'content': '(.*?)'", program)
+    opened = open_run(run)
+    prompt = luthier.encode_prompt([{"role": "user", "content": question}], opened.encoder.tokenizer).input_ids
+    settings = opened.settings.model_copy(update={"max_new_tokens": 4, "do_sample": False})
+    (answer,) = opened.engine(1).generate([Request(prompt=prompt, settings=settings, key=0)])
+    assert isinstance(answer, Completion)
+    message = luthier.parse_reply(answer.ids, opened.encoder.tokenizer, prompt=prompt)
+    assert done.stdout.strip() == message.text.strip()
 
 
 def written(folder: Path, loaded: Any) -> dict[str, list[int]]:
