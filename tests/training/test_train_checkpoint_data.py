@@ -8,6 +8,7 @@ import pickle
 import random
 import shutil
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,21 @@ def test_a_manifest_of_anything_else_is_damage(tmp_path: Path, content: bytes) -
     sealed.mkdir()
     (sealed / checkpoints.MANIFEST).write_bytes(content)
     assert checkpoints.damage(sealed) is not None
+
+
+@pytest.mark.parametrize("name", [checkpoints.MANIFEST, "model.bin"])
+def test_a_pipe_in_the_place_of_a_file_is_damage_and_nobody_waits_for_it(tmp_path: Path, name: str) -> None:
+    staging = checkpoints.staging_folder(tmp_path, 5)
+    staging.mkdir(exist_ok=True)
+    (staging / "model.bin").write_bytes(bytes(1000))
+    sealed = checkpoints.seal(staging)
+    (sealed / name).unlink()
+    os.mkfifo(sealed / name)
+    told: list[str | None] = []
+    thread = threading.Thread(target=lambda: told.append(checkpoints.damage(sealed)), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert len(told) == 1 and told[0] is not None and name in told[0]
 
 
 def test_any_change_of_any_file_sets_the_checkpoint_aside(copied: Path) -> None:

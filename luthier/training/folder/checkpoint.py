@@ -158,6 +158,8 @@ def damage(checkpoint: Path, *, digests: bool = True) -> str | None:
 
     Raises `CheckpointError` for a checkpoint of an older Luthier, which is whole and cannot be read.
     """
+    if (checkpoint / MANIFEST).exists() and not (checkpoint / MANIFEST).is_file():  # who reads a pipe may wait forever
+        return f"{MANIFEST} cannot be read: it is no file"
     try:
         manifest = (checkpoint / MANIFEST).read_bytes()
         files = _listed_files(manifest, checkpoint)
