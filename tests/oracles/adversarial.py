@@ -181,17 +181,13 @@ ADVERSARIES: dict[str, Adversary] = {
         source=_turn("{% if message.role != 'assistant' %}{{ message.content }}{% endif %}"),
         refused="dropped_by_template",
     ),
-    "percent in ASCII": Adversary(source=_turn("{{ '%a' % message.content }}"), refused="untraceable", line=1),
+    "percent in ASCII": Adversary(source=_turn("{{ '%a' % message.content }}"), answer=lambda q, a: ascii(a)),
     "a format of the row": Adversary(source=_turn("\n{{ message.content | format }}"), refused="untraceable", line=2),
-    "format in ASCII": Adversary(
-        source=_turn("\n\n{{ '{!a}'.format(message.content) }}"), refused="untraceable", line=3
-    ),
+    "format in ASCII": Adversary(source=_turn("{{ '{!a}'.format(message.content) }}"), answer=lambda q, a: ascii(a)),
     "url encoding": Adversary(source=_turn("{{ message.content | urlencode }}"), refused="untraceable", line=1),
     "escaping twice": Adversary(source=_turn("{{ message.content | forceescape }}"), refused="untraceable", line=1),
     "word wrap": Adversary(source=_turn("{{ message.content | wordwrap(4) }}"), refused="untraceable", line=1),
-    "joins by attribute": Adversary(
-        source=_turn("{{ [message] | join(attribute='content') }}"), refused="untraceable", line=1
-    ),
+    "joins by attribute": Adversary(source=_turn("{{ [message] | join(attribute='content') }}")),
     "encodes and decodes": Adversary(
         source=_turn("{{ message.content.encode().decode() }}"), refused="untraceable", line=1
     ),

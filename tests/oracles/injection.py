@@ -199,7 +199,8 @@ class Checker:
             return False
         completion = text.removeprefix(prompt)
         answer = completion.rpartition("</think>")[2].lstrip()  # a thought that the prompt opens is closed
-        return text.startswith(prompt) and bool(answer) and whole.endswith(answer)
+        ended = whole.rstrip() if answer.endswith(self.stock.stops.all) else whole  # inference ends there
+        return text.startswith(prompt) and bool(answer) and ended.endswith(answer)
 
     def _is_unexpected(self, sample: Sample, chat: Chat, tools: Tools) -> bool:
         allowed = self.oracle.expected(chat, tools)
