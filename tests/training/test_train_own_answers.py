@@ -262,7 +262,6 @@ WRONG = {
     "objective=online_dpo rollout.answers=1": "rollout.answers",
     "objective={name: best_of_n, loss: sigmoid}": "objective.loss",
     "objective={name: rl, gkd_beta: 0.5}": "objective.gkd_beta",
-    "objective.loss=ppo runtime.sharding=fsdp": "runtime.sharding",
 }
 
 
