@@ -73,7 +73,7 @@ def check_shared(draft: Draft) -> Iterator[Problem]:
     elif config.model.attn_implementation.startswith("flash"):
         what = f"{draft.cite('model.attn_implementation')} is {config.model.attn_implementation}, which knows no trees"
     elif config.template.history is HistoryRendering.ONE_RENDERING and not is_compared(config.objective):
-        what = f"{draft.cite('template.history')} is one_rendering, in which no turns of a conversation stand twice"
+        what = f"{draft.cite('template.history')} is one_rendering, where no turn is rendered twice to be shared"
     else:
         return
     yield draft.problem("train.shared_prompts", what, "set train.shared_prompts: auto")

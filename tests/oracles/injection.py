@@ -199,7 +199,7 @@ class Checker:
             return False
         completion = text.removeprefix(prompt)
         answer = completion.rpartition("</think>")[2].lstrip()  # a thought that the prompt opens is closed
-        ended = whole.rstrip() if answer.endswith(self.stock.stops.all) else whole  # inference ends there
+        ended = whole.removesuffix("\n") if answer.endswith(self.stock.stops.all) else whole  # inference ends there
         return text.startswith(prompt) and bool(answer) and ended.endswith(answer)
 
     def _is_unexpected(self, sample: Sample, chat: Chat, tools: Tools) -> bool:
