@@ -94,7 +94,7 @@ def test_what_is_trained_in_any_way_learns_from_its_own_answers(
         rollout={**ROLLOUT, "answers": 16, "max_new_tokens": 2},
         data__max_length=64,
         train__max_steps=24,
-        train__learning_rate=6e-3,
+        train__learning_rate=3.5e-3,
         **objectives(knows_half)[objective],
         **changes,
     )
