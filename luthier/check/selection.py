@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from luthier.check.show.html import page_html
-from luthier.check.show.previews import previews
+from luthier.check.show.html import page_html, previews
 from luthier.check.show.token_origins import SegmentOrigin, row_origins, segment_origin
 from luthier.check.show.view import RowView, show_batch, show_pack, show_sample
 from luthier.collation import CollateSettings

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from importlib import metadata
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from luthier import __version__
+from luthier import __version__, library
 from luthier.cli.output import JsonTarget, reporting
-from luthier.cli.pipeline import ConfigFile, Overrides
-from luthier.cli.training import train_and_tell
+from luthier.cli.pipeline import ConfigFile, Overrides, listening, tell_preparation
+from luthier.config.machine import usable_cores
 from luthier.terminal import facts_table, stderr_terminal
 from luthier.writing import counted, printable, to_json, write_text
 
 if TYPE_CHECKING:
-    from luthier.check.bug_report import Environment
-
+    from luthier.training.report.report import Report
 
 app = typer.Typer(no_args_is_help=True, help="Check a run description, or get its schema for your editor.")
 
@@ -114,8 +118,6 @@ def env(json: JsonTarget = None) -> None:
     [dim]Example[/]   luthier env
     [dim]Example[/]   luthier env --json env.json
     """
-    from luthier.check.bug_report import environment
-
     with reporting(json) as output:
         found = environment()
         output.console.print(_table(found))
@@ -194,3 +196,169 @@ def quickstart(
         output.emit(report.to_json())
     if report.result.exit_code:
         raise typer.Exit(report.result.exit_code)
+
+
+# ---- ``luthier train``: a run from its config to its report.
+
+MAX_TOKENS_SHOWN = 400  # of the sample in the terminal; `luthier show` has all
+
+
+def train(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = None) -> None:
+    """Train as the config says; use it when `luthier show` and `luthier plan` look right.
+
+    Prints the plan and one sample with its targets in green, trains, and
+    leaves model, checkpoints, report.html, report.json and loss.png in
+    output.dir. Ctrl-C finishes the step and saves a checkpoint; the same
+    command goes on from there.
+
+    [dim]Example[/]   luthier train run.yaml
+    [dim]Example[/]   luthier train run.yaml train.max_steps=10 --json -
+    [dim]Example[/]   torchrun --nproc-per-node 8 -m luthier train run.yaml
+    """
+    with reporting(json) as output:
+        report = train_and_tell(config, overrides or (), output.console)
+        if library.is_main_process():
+            output.emit(report.to_json())
+    if report.result.exit_code:
+        raise typer.Exit(report.result.exit_code)
+
+
+def train_and_tell(config: str, overrides: Sequence[str], console: Console, *, quickstart: bool = False) -> Report:
+    """Train, and print what the run says of itself on the way."""
+
+    def heard(event: object) -> None:
+        _tell(event, console)
+
+    with listening(console, heard) as listen:
+        return library.train_and_report(config, overrides=overrides, on_event=listen, quickstart=quickstart)
+
+
+def _tell(event: object, console: Console) -> None:
+    from luthier.check.plan.costs import RunPlan
+    from luthier.check.plan.terminal import plan_table
+    from luthier.check.show.terminal import RowText
+    from luthier.loader.settings import Loaded
+    from luthier.training.report.report import summary
+
+    match event:
+        case Loaded():
+            tell_preparation(event, console)
+        case RunPlan():
+            console.print()
+            console.print(plan_table(event))
+        case library.FirstSample():
+            console.print()
+            console.print("[bold]The first sample[/] [dim]as the model sees it; luthier show has the others[/]")
+            for view in event.rows:
+                console.print(RowText(row=view, max_tokens=MAX_TOKENS_SHOWN))
+        case library.Reported():
+            console.print()
+            console.print(summary(event.report, list(event.files)))
+
+
+# ---- What a bug report needs to know of the machine and its packages. Nothing absent makes it fail.
+
+PACKAGES = (
+    "torch", "transformers", "tokenizers", "accelerate", "peft", "datasets", "huggingface-hub", "safetensors",
+    "flash-attn", "liger-kernel", "bitsandbytes", "deepspeed", "numpy", "numba", "pyarrow", "pydantic", "jinja2",
+    "msgspec", "ruamel.yaml", "typer", "rich", "matplotlib",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """A device as CUDA names it."""
+
+    name: str
+    memory_bytes: int
+    capability: str  # "9.0"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Environment:
+    """The machine. A package that is not installed has the version None; so has whatever could not be found out."""
+
+    luthier: str
+    python: str
+    platform: str
+    cpu: str
+    cpu_count: int
+    usable_cpus: int  # what this process may use
+    memory_bytes: int | None
+    memory_limit_bytes: int | None  # of the control group, in containers
+    cuda: str | None  # that torch was built for
+    gpus: tuple[Gpu, ...]
+    gpu_note: str | None  # why there are no gpus to list
+    packages: dict[str, str | None]
+
+
+def environment() -> Environment:
+    """Look around. Imports torch where it is installed, for only torch knows which GPUs it can use."""
+    cuda, gpus, note = _gpus()
+    return Environment(
+        luthier=__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        cpu=_cpu_name(),
+        cpu_count=os.cpu_count() or 1,
+        usable_cpus=usable_cores(),
+        memory_bytes=_physical_memory(),
+        memory_limit_bytes=_memory_limit(),
+        cuda=cuda,
+        gpus=gpus,
+        gpu_note=note,
+        packages={name: _version(name) for name in PACKAGES},
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _physical_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf; others may not know these names
+        return None
+
+
+def _memory_limit() -> int | None:
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = int(Path(file).read_text(encoding="ascii"))
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+        if limit < 1 << 60:  # cgroup v1 says "no limit" by a number near 2**63
+            return limit
+    return None
+
+
+def _gpus() -> tuple[str | None, tuple[Gpu, ...], str | None]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library of torch is missing
+        return None, (), f"torch cannot be imported: {error}"
+    cuda = torch.version.cuda
+    if not torch.cuda.is_available():
+        return cuda, (), "torch was built without CUDA" if cuda is None else "torch sees no CUDA device"
+    try:
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    except RuntimeError as error:  # a driver that is too old, a device in use by another
+        return cuda, (), f"CUDA does not answer: {str(error).splitlines()[0]}"
+    gpus = tuple(
+        Gpu(name=device.name, memory_bytes=device.total_memory, capability=f"{device.major}.{device.minor}")
+        for device in devices
+    )
+    return cuda, gpus, None

@@ -20,7 +20,7 @@ import typer
 from rich.text import Text
 
 from luthier import __version__
-from luthier.cli import chat, comparison, configuring, exporting, inspection, prediction, store, training
+from luthier.cli import chat, comparison, configuring, exporting, inspection, prediction, store
 from luthier.cli.output import STDOUT, as_mistake, error_as_json
 from luthier.errors import ConfigError, RowError, UserError
 from luthier.terminal import stderr_terminal
@@ -66,7 +66,7 @@ def luthier(
     """Fine-tune language models, and see exactly what they are trained on."""
 
 
-app.command("train", rich_help_panel="Run")(training.train)
+app.command("train", rich_help_panel="Run")(configuring.train)
 app.command("quickstart", rich_help_panel="Run")(configuring.quickstart)
 app.command("prepare", rich_help_panel="Run")(inspection.prepare)
 app.command("chat", rich_help_panel="Run")(chat.chat)

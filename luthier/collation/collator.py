@@ -67,7 +67,12 @@ def collate(
     Raises ``ValueError`` for no samples at all, for arguments that contradict each other, and for samples with media
     without ``media``; `UserError` where a segment is longer than ``capacity``.
     """
-    segments = [segment for sample in samples for segment in _segments_of(sample) if len(segment)]
+    segments = [
+        segment
+        for sample in samples
+        for segment in ([sample] if isinstance(sample, Segment) else sample.segments())
+        if len(segment)
+    ]
     if not segments:
         raise ValueError("there is no token to collate")
     if layout not in ("packed", "padded"):
@@ -105,10 +110,6 @@ def media_inputs(model: Any, model_config: Any = None, **options: Any) -> MediaI
     described = model_config if isinstance(model_config, Mapping) else model_config.to_dict()
     made = MediaProcessor.of(processor, media, model_type=str(described.get("model_type", "")))
     return MediaInputs.of(made, media, described)
-
-
-def _segments_of(sample: Sample | Segment) -> list[Segment]:
-    return [sample] if isinstance(sample, Segment) else sample.segments()
 
 
 def _packs(segments: list[Segment], capacity: int | None) -> list[Pack]:

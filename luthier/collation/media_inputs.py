@@ -121,7 +121,12 @@ class MediaInputs:
                 number += 1
         if lost:
             grid = _blanked(grid, {loss.group for loss in lost}, how)
-        joined = [join_features(family, [_outputs(group) for group in groups]) for groups in rows]
+        joined = [
+            join_features(
+                family, [{name: value for name, value in group.items() if not is_encoded(name)} for group in groups]
+            )
+            for groups in rows
+        ]
         inputs = dict(merge_features(family, joined))
         along = self._along_tokens(grid.ids_BT, joined)
         inputs |= along | join_encoded([group for groups in rows for group in groups])
@@ -227,11 +232,6 @@ def _prefix_types(grid: Grid) -> NDArray[np.int64]:
 
 def _key(items: Sequence[MediaItem]) -> _Key:
     return tuple((item.media, item.header) for item in items)
-
-
-def _outputs(features: Features) -> Features:
-    """Those of the processor."""
-    return {name: value for name, value in features.items() if not is_encoded(name)}
 
 
 def _positions(

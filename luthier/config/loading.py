@@ -104,7 +104,7 @@ def _build(parsed: Parsed, name: str, overrides: Sequence[str], *, check_paths: 
             return replace(draft, machine=tuple(lacking))
         problems += lacking
     assert problems, "a description without a draft has problems"
-    raise ConfigError(sorted(problems, key=_line))
+    raise ConfigError(sorted(problems, key=Problem.place))
 
 
 def _build_theirs(
@@ -138,21 +138,15 @@ def _build_theirs(
         if not translated.tree.entries:  # nothing of it is a run: what a run needs is not what is wrong with it
             raise ConfigError(problems) from None
         told = [translated.as_theirs(problem) for problem in error.problems]
-        raise ConfigError(sorted([*problems, *told], key=_line)) from None
+        raise ConfigError(sorted([*problems, *told], key=Problem.place)) from None
     if problems:
-        raise ConfigError(sorted(problems, key=_line))
+        raise ConfigError(sorted(problems, key=Problem.place))
     return replace(draft, translation=translated)
 
 
 def _no_mapping(tree: Node) -> Problem:
     hint = "begin with lines such as model: NAME and data: {train: FILE}, with a blank after each colon"
     return Problem(where=str(tree.where), key="", what=f"sections are needed, this is {show_value(tree)}", hint=hint)
-
-
-def _line(problem: Problem) -> tuple[bool, int]:
-    """File first, line by line; overrides last, in their order."""
-    line = problem.where.rpartition(":")[2]
-    return problem.where.startswith("override "), int(line) if line.isdecimal() else 0
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -105,7 +105,13 @@ class Measurer:
         assert processor is not None, "a model that takes no media has refused the row before"
         following = _following(filled) if processor.looks_behind else ()
         texts = processor.expand(headers, following)
-        shown = {max(numbers, default=-1) + 1 for numbers in _numbers(filled)}
+        shown = {
+            max(numbers, default=-1) + 1
+            for numbers in [
+                [piece.number for piece in path if isinstance(piece, records.MediaPiece)]
+                for path in filled.blueprint.paths
+            ]
+        }
         for count in shown - {0, len(texts)}:  # a turn before the row's last item
             if processor.expand(headers[:count], following[:count]) != texts[:count]:
                 raise RowError(
@@ -178,7 +184,11 @@ def _check_slots(media: Sequence[records.Media], texts: Sequence[str], slots: Me
             continue
         kind = kind_of_media(item)
         # the slots alone, or with what the processor writes around them; either in the marks of the chat template
-        token, count = max(_runs(text).items(), key=lambda run: (run[1], run[0]))
+        # How often each token stands in an expansion.
+        token, count = max(
+            (Counter(re.findall("<[^<>\\n]+>|\\[[A-Z_]+\\]", text)) or Counter({text: 1})).items(),
+            key=lambda run: (run[1], run[0]),
+        )
         wholes = (text, token * count)
         framed = [slots.inline[kind].replace(slots.tokens[kind], whole) for whole in wholes]
         if item.slots.strip() in {whole.strip() for whole in (*wholes, *framed)}:
@@ -198,11 +208,6 @@ def _check_slots(media: Sequence[records.Media], texts: Sequence[str], slots: Me
             f"{item.slots[:60]!r} …{other}",
             field="messages",
         )
-
-
-def _runs(text: str) -> Counter[str]:
-    """How often each token stands in an expansion."""
-    return Counter(re.findall(r"<[^<>\n]+>|\[[A-Z_]+\]", text)) or Counter({text: 1})
 
 
 def slots_of(processor: MediaProcessor) -> MediaSlots:
@@ -237,12 +242,6 @@ def _following(filled: Filled) -> list[str]:
             elif number >= 0:
                 found[number] += piece.text if isinstance(piece, records.TextPiece) else piece.token
     return found
-
-
-def _numbers(filled: Filled) -> list[list[int]]:
-    return [
-        [piece.number for piece in path if isinstance(piece, records.MediaPiece)] for path in filled.blueprint.paths
-    ]
 
 
 # --------------------------------------------------------------------------------------------------------------------

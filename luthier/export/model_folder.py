@@ -22,10 +22,8 @@ from luthier.config.choices import AdapterType, QuantizationType
 from luthier.config.schema import ExportConfig
 from luthier.engines.local import LocalEngine, base_of
 from luthier.errors import ModelError, UserError, install_hint
+from luthier.export import gguf
 from luthier.export.checks import ExportCheck, ExportProof, bound_of, check_result
-from luthier.export.gguf import GGUF_BOUNDS, check_installed, convert, converter_folder, prove_gguf
-from luthier.export.ollama import MODELFILE, modelfile
-from luthier.export.pictures import golden_pictures
 from luthier.export.pre_tokenizers import PROBE
 from luthier.export.proof import prove, template_digest, weight_digests
 from luthier.export.quantizing import (
@@ -36,7 +34,7 @@ from luthier.export.quantizing import (
     quantize_folder,
     quantized_form,
 )
-from luthier.export.taken_down import TakenDown, calibration_contexts, measure, template_now
+from luthier.export.taken_down import TakenDown, calibration_contexts, golden_pictures, measure, template_now
 from luthier.models.adapter_files import merge_adapter
 from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
 from luthier.prediction.trained_run import TrainedRun, open_run
@@ -166,7 +164,7 @@ def check_export(folder: str | Path) -> ExportProof:
     listed = check_result(
         ExportCheck.FILES, f"{counted(len(parity.files), 'file')} by their digests", file_faults(parity, place)
     )
-    return ExportProof(results=(listed, *prove_gguf(files[0], parity).results))
+    return ExportProof(results=(listed, *gguf.prove_gguf(files[0], parity).results))
 
 
 def prove_merged(run: Path) -> str:
@@ -211,9 +209,9 @@ def _ready(settings: ExportConfig, *, proves: bool) -> Path | None:
         check_push(settings.push)
     if settings.format == "hf":
         return None
-    converter = converter_folder(settings.llama_cpp)
+    converter = gguf.converter_folder(settings.llama_cpp)
     if proves:
-        check_installed()
+        gguf.check_installed()
     return converter
 
 
@@ -253,7 +251,7 @@ def _in_another_form(
     if converter is None:
         return None, []
     outtype = export.run.config.export.outtype
-    parity = msgspec.structs.replace(parity, bound=GGUF_BOUNDS[outtype])
+    parity = msgspec.structs.replace(parity, bound=gguf.GGUF_BOUNDS[outtype])
     return _converted(export, parity, converter, notes)
 
 
@@ -285,11 +283,11 @@ def _converted(
     proves, section = export.measured is not None, export.run.config.export
     export.tell("converting, and having llama.cpp load it" if proves else "converting")
     model, told = export.place / f"{export.folder.name}-{section.outtype}.gguf", list[str]()
-    name = convert(export.whole, model, section, converter)
+    name = gguf.convert(export.whole, model, section, converter)
     tokenizer = AutoTokenizer.from_pretrained(str(export.whole), local_files_only=True)
     if section.modelfile:
-        text, told = modelfile(model, parity, tokenizer, export.run.config.data.max_length)
-        (export.place / MODELFILE).write_text(text, encoding="utf-8")
+        text, told = gguf.modelfile(model, parity, tokenizer, export.run.config.data.max_length)
+        (export.place / gguf.MODELFILE).write_text(text, encoding="utf-8")
     if name is not None:
         told.append(
             f"llama.cpp's converter does not know this tokenizer: the file says that it cuts texts as {name} does"
@@ -299,7 +297,7 @@ def _converted(
     shutil.rmtree(export.whole)
     parity = msgspec.structs.replace(parity, notes=[*notes, *told])
     write_parity(parity, export.place)
-    return (prove_gguf(model, parity) if proves else None), told
+    return (gguf.prove_gguf(model, parity) if proves else None), told
 
 
 def _target(options: ExportOptions, run: TrainedRun) -> Path:

@@ -23,9 +23,8 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines.local import LocalEngine, base_of
 from luthier.errors import LuthierError, RowError, first_line
+from luthier.export import taken_down
 from luthier.export.checks import BOUNDS, CAST, ExportCheck, ExportProof, ExportResult, check_result
-from luthier.export.pictures import picture_faults
-from luthier.export.taken_down import ModuleProbe, TakenContext, TakenDown, logprobs_at, outputs_of, prompt_ids
 from luthier.prediction.trained_run import TrainedRun
 from luthier.training.folder.artifacts import TEMPLATE_FILE
 from luthier.writing import JsonObject, counted
@@ -45,7 +44,7 @@ def prove(
     folder: Path,
     parity: Parity,
     *,
-    measured: TakenDown | None = None,
+    measured: taken_down.TakenDown | None = None,
     weights: Mapping[str, str] | None = None,
     like: RunConfig | None = None,
 ) -> ExportProof:
@@ -171,7 +170,7 @@ def _alone(folder: Path, parity: Parity, like: RunConfig | None) -> TrainedRun:
     return TrainedRun(folder=folder, config=config, adapter=None, encoder=encoder, stops=stops, digest="")
 
 
-def _tokens(folder: Path, parity: Parity, run: TrainedRun, measured: TakenDown | None) -> ExportResult:
+def _tokens(folder: Path, parity: Parity, run: TrainedRun, measured: taken_down.TakenDown | None) -> ExportResult:
     """Prompts as transformers makes them, and of a new export the rows as training would encode them."""
     faults = list(_prompt_faults(folder, parity))
     told = counted(len(parity.prompts), "prompt")
@@ -194,7 +193,7 @@ def _prompt_faults(folder: Path, parity: Parity) -> Iterator[tuple[str, str]]:
         return
     for golden in parity.prompts:
         try:
-            found = prompt_ids(tokenizer, golden, parity.template_kwargs, parity.template_now)
+            found = taken_down.prompt_ids(tokenizer, golden, parity.template_kwargs, parity.template_now)
         except Exception as error:  # noqa: BLE001 - a template raises what it likes
             yield golden.row, f"the template refuses it: {first_line(error)}"
             continue
@@ -292,7 +291,7 @@ class HeldContext:
 
 
 def _behaviour(
-    engine: LocalEngine, run: TrainedRun, parity: Parity, measured: TakenDown | None
+    engine: LocalEngine, run: TrainedRun, parity: Parity, measured: taken_down.TakenDown | None
 ) -> Iterator[ExportResult]:
     merged = None
     if measured is not None and measured.probes:
@@ -320,19 +319,23 @@ def _behaviour(
     yield compared(ExportCheck.ANSWERS, answers, parity.bound)
 
 
-def _hold(engine: LocalEngine, golden: GoldenContext, bound: str, context: TakenContext | None) -> HeldContext:
+def _hold(
+    engine: LocalEngine, golden: GoldenContext, bound: str, context: taken_down.TakenContext | None
+) -> HeldContext:
     media, start = ((), golden.places[0]) if context is None else (context.media, context.answer_from)
-    found_NV = logprobs_at(engine, np.asarray(golden.ids, np.int32), media, golden.places, start)
+    found_NV = taken_down.logprobs_at(engine, np.asarray(golden.ids, np.int32), media, golden.places, start)
     return hold(golden, lambda ids_NK: np.take_along_axis(found_NV, ids_NK, axis=1), found_NV, bound, context)
 
 
 def _hold_pictures(
     engine: LocalEngine, run: TrainedRun, golden: GoldenPictures, bound: str, faults: list[tuple[str, str]]
 ) -> HeldContext:
-    sample, found = picture_faults(engine, run, golden)
+    sample, found = taken_down.picture_faults(engine, run, golden)
     faults += found
     context = golden.context
-    found_NV = logprobs_at(engine, np.asarray(context.ids, np.int32), sample.media, context.places, context.places[0])
+    found_NV = taken_down.logprobs_at(
+        engine, np.asarray(context.ids, np.int32), sample.media, context.places, context.places[0]
+    )
     return hold(context, lambda ids_NK: np.take_along_axis(found_NV, ids_NK, axis=1), found_NV, bound)
 
 
@@ -341,7 +344,7 @@ def hold(
     logprobs_of: Callable[[NDArray[np.int64]], NDArray[np.float32]],
     found_NV: NDArray[np.float32],
     bound: str,
-    context: TakenContext | None = None,
+    context: taken_down.TakenContext | None = None,
 ) -> HeldContext:
     """Compare the distributions of a context. Without the trained model's own, that is by its likeliest tokens and
     what is left for all others, which can only be less far apart."""
@@ -403,7 +406,7 @@ def compared(check: ExportCheck, held: Sequence[HeldContext], bound: str) -> Exp
     return check_result(check, told, faults)
 
 
-def _merged(model: PreTrainedModel, probes: Sequence[ModuleProbe]) -> ExportResult:
+def _merged(model: PreTrainedModel, probes: Sequence[taken_down.ModuleProbe]) -> ExportResult:
     """Each module does without an adapter what it did with it: how much of what the adapter adds is there, 0 to 1.
 
     Rounding to 16 bits may be larger than what an adapter adds to a weight; over all outputs it is not, so what is
@@ -412,7 +415,7 @@ def _merged(model: PreTrainedModel, probes: Sequence[ModuleProbe]) -> ExportResu
     faults, too_small = [], 0
     for probe in probes:
         try:
-            found_PO = outputs_of(model.get_submodule(probe.name), probe.seed)
+            found_PO = taken_down.outputs_of(model.get_submodule(probe.name), probe.seed)
         except (AttributeError, RuntimeError, IndexError) as error:
             faults.append((probe.name, first_line(error)))
             continue

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -20,7 +21,15 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from luthier.check.golden import GoldenContext, GoldenPrompt, golden_context
+from luthier import records
+from luthier.check.golden import (
+    GoldenArray,
+    GoldenContext,
+    GoldenPictures,
+    GoldenPrompt,
+    first_difference,
+    golden_context,
+)
 from luthier.check.verify.plain_template import plain_message
 from luthier.config.schema import GenerateConfig, SourceConfig
 from luthier.encoding.encoder import Encoder
@@ -29,7 +38,6 @@ from luthier.engines.engine import Completion, Ids, Request
 from luthier.engines.local import LocalEngine
 from luthier.errors import RowError, SourceError, UserError
 from luthier.prediction.trained_run import TrainedRun
-from luthier.records import Conversation, Document, MediaItem, Row, Sample, Segment, Text, Tokenized
 from luthier.sources import open_sources, resolve_sources
 from luthier.training.folder.artifacts import transformers_tokenizer
 from luthier.writing import JsonObject, counted
@@ -54,7 +62,7 @@ class TakenContext:
     """
 
     golden: GoldenContext
-    media: tuple[MediaItem, ...]
+    media: tuple[records.MediaItem, ...]
     answer_from: int
     logprobs_NV: NDArray[np.float32]
     base_NV: NDArray[np.float32] | None
@@ -74,8 +82,8 @@ class ModuleProbe:
 class EncodedRow:
     """A row of the run's data and its sample."""
 
-    row: Row
-    sample: Sample
+    row: records.Row
+    sample: records.Sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -116,8 +124,7 @@ def measure(run: TrainedRun, engine: LocalEngine, data: str | None) -> TakenDown
     )
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Rows and prompts.
+# ---- Rows and prompts
 
 
 def proof_rows(run: TrainedRun, data: str | None) -> tuple[list[EncodedRow], list[str]]:
@@ -167,7 +174,7 @@ def _encoded(run: TrainedRun, sources: Sequence[SourceConfig], most: int | None 
     return list(islice(found, most))
 
 
-def _rows(run: TrainedRun, sources: Sequence[SourceConfig]) -> Iterator[Row]:
+def _rows(run: TrainedRun, sources: Sequence[SourceConfig]) -> Iterator[records.Row]:
     for source in open_sources(list(sources), seed=run.config.runtime.seed):
         for raw in source.rows():
             if isinstance(raw, RowError):
@@ -191,7 +198,7 @@ def golden_prompts(run: TrainedRun, rows: Iterable[EncodedRow]) -> tuple[list[Go
         history = history_of(each.row)
         if history is None:
             continue
-        texts = [part.text for message in history.messages for part in message.parts if isinstance(part, Text)]
+        texts = [part.text for message in history.messages for part in message.parts if isinstance(part, records.Text)]
         (sample,) = run.encoder.encode_many([as_prompt(history)])
         golden = None
         if not isinstance(sample, RowError) and not sample.media and not tokenizer.control.count(texts):
@@ -203,12 +210,12 @@ def golden_prompts(run: TrainedRun, rows: Iterable[EncodedRow]) -> tuple[list[Go
     return found, unlike
 
 
-def history_of(row: Row) -> Conversation | None:
+def history_of(row: records.Row) -> records.Conversation | None:
     """What is before a row's last answer."""
-    if isinstance(row, Document | Tokenized):
+    if isinstance(row, records.Document | records.Tokenized):
         return None
-    if not isinstance(row, Conversation):
-        return Conversation(messages=row.prompt, tools=row.tools, address=row.address) if row.prompt else None
+    if not isinstance(row, records.Conversation):
+        return records.Conversation(messages=row.prompt, tools=row.tools, address=row.address) if row.prompt else None
     roles = [message.role for message in row.messages]
     if "assistant" not in roles:
         return row
@@ -217,7 +224,7 @@ def history_of(row: Row) -> Conversation | None:
 
 
 def _as_others_read(
-    history: Conversation, ids: NDArray[np.int32], judge: PreTrainedTokenizerBase, run: TrainedRun
+    history: records.Conversation, ids: NDArray[np.int32], judge: PreTrainedTokenizerBase, run: TrainedRun
 ) -> GoldenPrompt | None:
     kwargs, now = dict(run.config.template.kwargs), template_now(run.encoder)
     tools = [dict(tool) for tool in history.tools]
@@ -256,12 +263,11 @@ def prompt_ids(tokenizer: Any, golden: GoldenPrompt, kwargs: JsonObject, now: st
     return [int(number) for number in found]
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Contexts and answers.
+# ---- Contexts and answers
 
 
 def media_arrays(
-    engine: LocalEngine, ids: Ids, media: Sequence[MediaItem], answer_from: int | None = None
+    engine: LocalEngine, ids: Ids, media: Sequence[records.MediaItem], answer_from: int | None = None
 ) -> dict[str, NDArray[Any]]:
     """What the model is given of media beside the ids; nothing for a model of text. Raises `RowError` for media that
     are gone."""
@@ -273,7 +279,7 @@ def media_arrays(
 
 @torch.no_grad()
 def logprobs_at(
-    engine: LocalEngine, ids: Ids, media: Sequence[MediaItem], places: Sequence[int], answer_from: int
+    engine: LocalEngine, ids: Ids, media: Sequence[records.MediaItem], places: Sequence[int], answer_from: int
 ) -> NDArray[np.float32]:
     """Log-probabilities of all tokens behind ``ids[:p]`` for each place p >= 1, float32[N, V].
 
@@ -289,7 +295,12 @@ def logprobs_at(
 
 
 def _trained_contexts(engine: LocalEngine, rows: Sequence[EncodedRow]) -> Iterator[TakenContext]:
-    fitting = [segment for each in rows for segment in each.sample.segments()[:1] if _fits(segment)]
+    fitting = [
+        segment
+        for each in rows
+        for segment in each.sample.segments()[:1]
+        if len(segment) >= 2 and (not segment.media or len(segment) <= MAX_MEDIA_TOKENS)
+    ]
     step = max(1, len(fitting) // NUM_CONTEXTS)
     for segment in fitting[::step][:NUM_CONTEXTS]:
         ids = segment.input_ids if segment.media else segment.input_ids[:MAX_TOKENS]
@@ -299,12 +310,8 @@ def _trained_contexts(engine: LocalEngine, rows: Sequence[EncodedRow]) -> Iterat
         yield _context(engine, str(segment.address), ids, segment.media, places, places[0])
 
 
-def _fits(segment: Segment) -> bool:
-    return len(segment) >= 2 and (not segment.media or len(segment) <= MAX_MEDIA_TOKENS)
-
-
 def _context(
-    engine: LocalEngine, row: str, ids: Ids, media: tuple[MediaItem, ...], places: list[int], answer_from: int
+    engine: LocalEngine, row: str, ids: Ids, media: tuple[records.MediaItem, ...], places: list[int], answer_from: int
 ) -> TakenContext:
     logprobs_NV = logprobs_at(engine, ids, media, places, answer_from)
     base_NV = None
@@ -348,8 +355,7 @@ def _answers(run: TrainedRun, engine: LocalEngine, rows: Sequence[EncodedRow]) -
         yield replace(context, golden=golden)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Modules.
+# ---- Modules
 
 
 @torch.no_grad()
@@ -389,3 +395,102 @@ def outputs_of(module: nn.Module, seed: int) -> torch.Tensor:
 def _outputs(module: Any, plain: nn.Module, seed: int) -> torch.Tensor:
     result: torch.Tensor = module(probing_input(plain, seed)).float().cpu()
     return result
+
+
+# ---- Golden cases with pictures: a history, what the processor makes of it, and what the trained model says behind it.
+
+NUM_PICTURES = 3  # contexts with pictures, whose files are written down
+MAX_PICTURE_BYTES = 300_000  # of all pictures of such a context
+NUM_SAMPLED = 64  # numbers of an array of pixels
+MAX_PIXEL_ERROR = 0.02  # of a normalised pixel; one step of 8 bits is about as much
+
+
+def golden_pictures(run: TrainedRun, engine: LocalEngine, measured: TakenDown) -> list[GoldenPictures]:
+    """Contexts that begin with a history of texts and pictures, with pictures small enough to be written down."""
+    return list(islice(_golden_pictures(run, engine, measured), NUM_PICTURES))
+
+
+def _golden_pictures(run: TrainedRun, engine: LocalEngine, measured: TakenDown) -> Iterator[GoldenPictures]:
+    row_of = {str(each.row.address): each.row for each in measured.rows}
+    for context in measured.contexts:
+        history = _first_history(row_of[context.golden.row]) if context.media else None
+        if history is None or engine.media is None:
+            continue
+        parts = [part for message in history.messages for part in message.parts]
+        pictures = [part for part in parts if isinstance(part, records.Image)]
+        if len(pictures) + sum(isinstance(part, records.Text) for part in parts) < len(parts) or history.tools:
+            continue
+        files = []
+        for picture in pictures:
+            with engine.media.access.open(picture.source, picture.root) as content:
+                files.append(content.read(0, MAX_PICTURE_BYTES + 1))
+        if sum(map(len, files)) > MAX_PICTURE_BYTES:
+            continue
+        messages = [plain_message(message, parts=True) for message in history.messages]
+        sample = run.encoder.encode(as_prompt(with_pictures(messages, files)))
+        prompt = sample.input_ids
+        if context.golden.ids[: len(prompt)] != prompt.tolist() or len(sample.media) != len(context.media):
+            continue
+        arrays = media_arrays(engine, prompt, sample.media)
+        yield GoldenPictures(
+            row=context.golden.row,
+            messages=messages,
+            pictures=files,
+            prompt=prompt.tolist(),
+            arrays={name: golden_array(array) for name, array in arrays.items()},
+            context=context.golden,
+        )
+
+
+def _first_history(row: records.Row) -> records.Conversation | None:
+    """What is before a row's first answer, with which its first context begins."""
+    if isinstance(row, records.Conversation):
+        roles = [message.role for message in row.messages]
+        first = roles.index("assistant") if "assistant" in roles else len(roles)
+        return replace(row, messages=row.messages[:first], continue_final_message=False) if first else None
+    return history_of(row)
+
+
+def picture_faults(
+    engine: LocalEngine, run: TrainedRun, golden: GoldenPictures
+) -> tuple[records.Sample, list[tuple[str, str]]]:
+    """A golden history encoded anew, and where its ids and the model's inputs are not those that were written down.
+    Raises `RowError` for a history that is refused."""
+    faults = []
+    sample = run.encoder.encode(as_prompt(with_pictures(golden.messages, golden.pictures)))
+    if sample.input_ids.tolist() != golden.prompt:
+        faults.append((golden.row, first_difference(sample.input_ids, golden.prompt)))
+    arrays = {name: golden_array(one) for name, one in media_arrays(engine, sample.input_ids, sample.media).items()}
+    for name, wanted in golden.arrays.items():
+        found = arrays.get(name)
+        if found is None or found.shape != wanted.shape:
+            shape = "is missing" if found is None else f"has the shape {found.shape}"
+            faults.append((golden.row, f"{name} {shape}, trained with {wanted.shape}"))
+        elif found.sha256 != wanted.sha256:
+            apart = float(np.abs(np.subtract(found.sample, wanted.sample)).max())
+            if not apart <= MAX_PIXEL_ERROR:
+                faults.append((golden.row, f"{name} is {apart:.2g} away, at most {MAX_PIXEL_ERROR:g} is rounding"))
+    return sample, faults
+
+
+def with_pictures(messages: Sequence[JsonObject], files: Sequence[bytes]) -> records.Conversation:
+    """The conversation of golden messages, with their pictures."""
+    left = iter(files)
+
+    def parts(content: Sequence[JsonObject]) -> tuple[records.Part, ...]:
+        return tuple(
+            records.Image(source=next(left)) if one["type"] == "image" else records.Text(text=one["text"])
+            for one in content
+        )
+
+    told = tuple(records.Message(role=message["role"], parts=parts(message["content"])) for message in messages)
+    return records.Conversation(messages=told, address=records.Address(file="parity.json", row=1))
+
+
+def golden_array(array: NDArray[Any]) -> GoldenArray:
+    """What is written down of an array."""
+    whole = np.ascontiguousarray(array)
+    flat = whole.reshape(-1)
+    places = np.linspace(0, len(flat) - 1, min(NUM_SAMPLED, len(flat))).astype(np.int64)
+    digest = hashlib.sha256(whole.tobytes()).hexdigest()
+    return GoldenArray(shape=list(whole.shape), sha256=digest, sample=[float(value) for value in flat[places]])

@@ -87,11 +87,6 @@ def segment_at(sample: Sample, place: Any) -> Segment:
     return part_of(leaf_segment(sample, int(place["leaf"])), place)
 
 
-def tail_at(sample: Sample, place: Any) -> Segment:
-    """What a place names of another row's sample."""
-    return span_of(leaf_segment(sample, 0), int(place["tail_start"]), int(place["tail_stop"]))
-
-
 def part_of(segment: Segment, place: Any) -> Segment:
     window = SegmentCut(
         head=int(place["head"]),
@@ -170,7 +165,14 @@ class BatchReader:
         segment = segment_at(self.store.read(int(place["sample"]), NOWHERE), place)
         if not place["tail_stop"]:
             return segment
-        return splice(segment, tail_at(self.store.read(int(place["tail"]), NOWHERE), place))
+        return splice(
+            segment,
+            span_of(
+                leaf_segment(self.store.read(int(place["tail"]), NOWHERE), 0),
+                int(place["tail_start"]),
+                int(place["tail_stop"]),
+            ),
+        )
 
     def _trees(self, places: Places) -> list[Sample]:
         segments = [self._segment(place) for place in places]

@@ -192,7 +192,11 @@ def _planned(
     """[B, T, H, D]."""
     num_rows, num_heads, width, _ = query.shape
     # split, not slices: the gradient of a split is one cat, that of a slice is a row of zeros for each segment
-    queries, keys, values = (torch.split(_flat(x), list(plan.lengths), dim=2) for x in (query, key, value))
+    # [1, H, N, D]; of one row it is a view.
+    queries, keys, values = (
+        torch.split(x if len(x) == 1 else x.transpose(0, 1).flatten(1, 2).unsqueeze(0), list(plan.lengths), dim=2)
+        for x in (query, key, value)
+    )
     found: list[torch.Tensor | None] = []
     for stretch, context in enumerate(plan.contexts):
         if context is None:
@@ -211,11 +215,6 @@ def _planned(
         for each, length in zip(found, plan.lengths, strict=True)
     ]
     return torch.cat(done, dim=1).view(num_rows, width, *shape[2:])
-
-
-def _flat(x_BHTD: torch.Tensor) -> torch.Tensor:
-    """[1, H, N, D]; of one row it is a view."""
-    return x_BHTD if len(x_BHTD) == 1 else x_BHTD.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def _attend_on_path(

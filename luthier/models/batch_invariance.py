@@ -69,7 +69,10 @@ class _Calls:
         given |= given.pop("kwargs", {})
         features_NFC = given[self.rule.features]
         mask_NF = None if self.rule.mask is None else given.get(self.rule.mask)
-        if not _is_whole(module) or (mask_NF is None and self.rule.mask is not None):
+        # Whether all weights are here, none divided among ranks (as by FSDP or ZeRO-3).
+        if not all(weight.numel() > 0 and not isinstance(weight, DTensor) for weight in module.parameters()) or (
+            mask_NF is None and self.rule.mask is not None
+        ):
             return None
         heard_N = _until_silence(features_NFC) if mask_NF is None else mask_NF.sum(dim=1) + self.rule.beyond
         frames_N = heard_N.clamp(max=features_NFC.shape[1])
@@ -106,11 +109,6 @@ def _until_silence(features_NFC: torch.Tensor) -> torch.Tensor:
     """int64[N]: frames up to the last that is not 0 throughout, as what fills up is."""
     numbers_F = torch.arange(1, features_NFC.shape[1] + 1, device=features_NFC.device)
     return ((features_NFC != 0).any(dim=2) * numbers_F).amax(dim=1)
-
-
-def _is_whole(module: nn.Module) -> bool:
-    """Whether all weights are here, none divided among ranks (as by FSDP or ZeRO-3)."""
-    return all(weight.numel() > 0 and not isinstance(weight, DTensor) for weight in module.parameters())
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -30,8 +30,7 @@ from luthier.models.model import REWARD_HEAD
 from luthier.models.routers import Routers
 from luthier.models.sharding import local_copy, replicate
 from luthier.models.submodules import plain_model
-from luthier.objectives.head import AnyHead, Head, tempered
-from luthier.objectives.head_kernels import LossKernel
+from luthier.objectives.head import AnyHead, Head, LossKernel, tempered
 from luthier.objectives.token_scores import TokenScores, token_scores
 from luthier.records import Batch, Targets
 from luthier.writing import counted
@@ -77,11 +76,6 @@ class Scored(Generic[Scores]):
     anchor: torch.Tensor
 
 
-def keeps_logits(model: nn.Module) -> bool:
-    """Whether the model can compute its logits at chosen positions only (``logits_to_keep`` of its forward)."""
-    return "logits_to_keep" in inspect.signature(plain_model(model).forward).parameters
-
-
 def find_head(model: nn.Module) -> OutputHead:
     """The output layer of a model, under an adapter or not, and what the model does to its logits, by its config.
 
@@ -98,7 +92,13 @@ def find_head(model: nn.Module) -> OutputHead:
     if divisor := entries.get("logits_scaling"):
         scale *= divisor if plain.config.model_type in _MULTIPLIED_BY_LOGITS_SCALING else 1 / divisor
     softcap = entries.get("final_logit_softcapping")
-    return OutputHead(layer=layer, scale=scale, softcap=softcap, keeps=keeps_logits(model))
+    # Whether the model can compute its logits at chosen positions only (``logits_to_keep`` of its forward).
+    return OutputHead(
+        layer=layer,
+        scale=scale,
+        softcap=softcap,
+        keeps="logits_to_keep" in inspect.signature(plain_model(model).forward).parameters,
+    )
 
 
 def prove_head(model: nn.Module, head: OutputHead, inputs: Mapping[str, object]) -> OutputHead:

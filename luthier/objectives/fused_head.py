@@ -13,8 +13,16 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from luthier.objectives.head import AnyHead, Head, hand_over_, scaled_
-from luthier.objectives.head_kernels import KERNEL_DTYPES, KernelAnswer, KernelTask, LossKernel
+from luthier.objectives.head import (
+    KERNEL_DTYPES,
+    AnyHead,
+    Head,
+    KernelAnswer,
+    KernelTask,
+    LossKernel,
+    hand_over_,
+    scaled_,
+)
 
 
 def is_fused(head: AnyHead, ids_K: torch.Tensor) -> bool:

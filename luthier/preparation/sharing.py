@@ -223,17 +223,14 @@ class UnitResolver:
         while self._under_way and self._under_way[0].is_done:
             done = self._under_way.popleft()
             encoded = msgspec.msgpack.encode(work_units.UnitResult.of(done.unit, done.portions, self._files))
-            if done.digest is not None and not self._has_media(done):
+            # Whether files beside the unit decide what comes of it: then its own bytes do not tell that it is the same.
+            if done.digest is not None and not any(
+                any(row.error.reason.startswith("media") for row in portion.lost)
+                or self.resolver.store.have_media(portion.sample_ids[portion.sample_ids >= 0]).any()
+                for portion in done.portions
+            ):
                 self._remembered.keep(done.digest, encoded)
             self.on_done(done.number, encoded)
-
-    def _has_media(self, done: _UnderWay) -> bool:
-        """Whether files beside the unit decide what comes of it: then its own bytes do not tell that it is the same."""
-        return any(
-            any(row.error.reason.startswith("media") for row in portion.lost)
-            or self.resolver.store.have_media(portion.sample_ids[portion.sample_ids >= 0]).any()
-            for portion in done.portions
-        )
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

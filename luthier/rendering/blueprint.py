@@ -115,9 +115,22 @@ class Blueprint:
     def rendered(self, values: Sequence[str], address: Address) -> Rendered:
         """The pieces of a row, path by path."""
         texts = dict(zip(self.references, values, strict=True))
-        paths = (_swallowed([_with_text(piece, texts) for piece in path], self.control) for path in self.paths)
+        paths = (
+            _swallowed(
+                [
+                    (replace(piece, text=exchanged(piece.text, texts)) if isinstance(piece, TextPiece) else piece)
+                    for piece in path
+                ],
+                self.control,
+            )
+            for path in self.paths
+        )
         return Rendered(
-            paths=tuple(tuple(piece for piece in path if not _is_empty(piece)) for path in paths), address=address
+            paths=tuple(
+                tuple(piece for piece in path if not (isinstance(piece, TextPiece) and not piece.text))
+                for path in paths
+            ),
+            address=address,
         )
 
 
@@ -277,14 +290,6 @@ def _flatten(root: _RunNode, branches: list[BranchPlan]) -> None:
             runs = [*runs, *node.runs]
         waiting += [(child, len(branches)) for child in reversed(node.children)]
         branches.append(BranchPlan(parent=parent, runs=tuple(runs)))
-
-
-def _with_text(piece: Piece, texts: Mapping[str, str]) -> Piece:
-    return replace(piece, text=exchanged(piece.text, texts)) if isinstance(piece, TextPiece) else piece
-
-
-def _is_empty(piece: Piece) -> bool:
-    return isinstance(piece, TextPiece) and not piece.text
 
 
 def _swallowed(path: list[Piece], control: ControlTokens) -> list[Piece]:

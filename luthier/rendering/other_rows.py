@@ -10,52 +10,18 @@ from typing import Never
 
 import msgspec
 
+from luthier import records
 from luthier.config.choices import RowKind
 from luthier.config.schema import TrainOn
 from luthier.errors import RowError
-from luthier.records import (
-    Audio,
-    ControlPiece,
-    Conversation,
-    Document,
-    Feedback,
-    Image,
-    MediaPiece,
-    Message,
-    Piece,
-    Preference,
-    Row,
-    Text,
-    TextPiece,
-    Thinking,
-    Tokenized,
-    ToolCall,
-    Video,
-)
+from luthier.rendering import paths, trained_turns
 from luthier.rendering.blueprint import Filled, PreferenceData
 from luthier.rendering.control import ControlTokens
 from luthier.rendering.messages import MediaSlots, kind_of_media
 from luthier.rendering.openings import common_length
-from luthier.rendering.paths import (
-    Path,
-    ended_by_next_turn,
-    no_stop,
-    path_of,
-    require_every_part,
-    require_stop,
-    whole_row,
-)
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.targets import closing_weight, part_weight
 from luthier.rendering.template import Recording
-from luthier.rendering.trained_turns import (
-    CompletionSpan,
-    Context,
-    begin_without_header,
-    context_of,
-    open_span,
-    span_of,
-)
 
 # --------------------------------------------------------------------------------------------------------------------
 # Rows that are compared, as conversations of which only the continuation is learned.
@@ -67,25 +33,25 @@ from luthier.rendering.trained_turns import (
 # rule says of them, and of the continuation only the assistant's messages are learned.
 
 
-ComparedRow = Preference | Feedback
+ComparedRow = records.Preference | records.Feedback
 
 
-def continuations(row: ComparedRow) -> dict[str, tuple[Message, ...]]:
+def continuations(row: ComparedRow) -> dict[str, tuple[records.Message, ...]]:
     """The row's continuations by the names of their fields, the first one first.
 
     Raises `RowError` (``blank_answer``) where the model would learn to say nothing.
     """
     _refuse_blank(row)
     match row:
-        case Preference():
+        case records.Preference():
             return {"chosen": row.chosen, "rejected": row.rejected}
-        case Feedback():
+        case records.Feedback():
             return {"completion": row.completion}
 
 
-def with_continuation(row: ComparedRow, messages: tuple[Message, ...]) -> Conversation:
+def with_continuation(row: ComparedRow, messages: tuple[records.Message, ...]) -> records.Conversation:
     """The prompt with one continuation, before rules are applied."""
-    return Conversation(
+    return records.Conversation(
         messages=(*row.prompt, *messages),
         tools=row.tools,
         address=row.address,
@@ -96,7 +62,7 @@ def with_continuation(row: ComparedRow, messages: tuple[Message, ...]) -> Conver
     )
 
 
-def only_last(row: Conversation, count: int) -> Conversation:
+def only_last(row: records.Conversation, count: int) -> records.Conversation:
     """The conversation with nothing to learn but the assistant's among its last ``count`` messages."""
     first = len(row.messages) - count
     messages = tuple(
@@ -106,7 +72,7 @@ def only_last(row: Conversation, count: int) -> Conversation:
     return replace(row, messages=messages)
 
 
-def compare(row: ComparedRow, prompt: tuple[Message, ...], sides: dict[str, Filled]) -> Filled:
+def compare(row: ComparedRow, prompt: tuple[records.Message, ...], sides: dict[str, Filled]) -> Filled:
     """The row's continuations as one. ``prompt`` is the one that was rendered, the run's system message included.
 
     Raises `RowError` where inference would not show one prompt, or not one history, to all that is compared.
@@ -123,7 +89,7 @@ def compare(row: ComparedRow, prompt: tuple[Message, ...], sides: dict[str, Fill
     first, *others = sides.values()
     users = frozenset(index for index, message in enumerate(prompt) if message.role == "user")
     match row:
-        case Preference():
+        case records.Preference():
             (rejected,) = others
             if first.prompt_text != rejected.prompt_text:
                 raise RowError(
@@ -134,7 +100,7 @@ def compare(row: ComparedRow, prompt: tuple[Message, ...], sides: dict[str, Fill
                 )
             verdict = 0.0 if row.margin is None else row.margin
             return replace(first, comparison=PreferenceData(verdict=verdict, users=users, rejected=rejected))
-        case Feedback():
+        case records.Feedback():
             return replace(first, comparison=PreferenceData(verdict=float(row.desirable), users=users))
 
 
@@ -144,9 +110,9 @@ def _refuse_blank(row: ComparedRow) -> None:
     A blank answer of the worse kind (rejected, or found bad) says that silence is no answer, which may well be learned.
     """
     match row:
-        case Preference():
+        case records.Preference():
             learned, which = row.chosen, "chosen"
-        case Feedback():
+        case records.Feedback():
             learned, which = (row.completion if row.desirable else ()), "completion"
     for message in learned:
         if message.is_blank_answer:
@@ -158,17 +124,17 @@ def _refuse_blank(row: ComparedRow) -> None:
             )
 
 
-def as_question(row: Conversation) -> Conversation:
+def as_question(row: records.Conversation) -> records.Conversation:
     """A conversation that ends before an answer as a history to be answered; others stay what they are."""
     return replace(row, add_generation_prompt=True) if row.messages[-1].role in ("user", "tool") else row
 
 
-def for_rewards(row: Conversation) -> str:
+def for_rewards(row: records.Conversation) -> str:
     """What judges the answers to a row may read of it (`Sample.for_rewards`)."""
     return msgspec.json.encode({"expected": row.expected, "columns": row.columns}).decode()
 
 
-def nothing_learned(row: Conversation, train_on: TrainOn) -> str:
+def nothing_learned(row: records.Conversation, train_on: TrainOn) -> str:
     """Why nothing of a row is trained, in words; ``train_on`` is the run's or, where it has one, the row's own."""
     if any(message.role == "assistant" for message in row.messages):
         if train_on is TrainOn.NONE:
@@ -178,14 +144,14 @@ def nothing_learned(row: Conversation, train_on: TrainOn) -> str:
     return "it has no answer that could be learned (objective rl has the model answer such rows)"
 
 
-def refuse(row: Row, kind: RowKind) -> Never:
+def refuse(row: records.Row, kind: RowKind) -> Never:
     """Raise `RowError` for a row of a kind that the run's objective cannot learn from."""
     match row:
-        case Conversation() | Document() | Tokenized():
+        case records.Conversation() | records.Document() | records.Tokenized():
             fits = "it teaches an answer: train it with objective sft or pt"
-        case Preference():
+        case records.Preference():
             fits = "it prefers one answer to another: train it with objective dpo or rm"
-        case Feedback():
+        case records.Feedback():
             fits = "it says how good one answer is: train it with objective kto"
     needs = f"this run's objective learns answers ({'rl' if kind is RowKind.QUESTION else 'sft, pt'})"
     match kind:
@@ -197,17 +163,19 @@ def refuse(row: Row, kind: RowKind) -> Never:
     raise RowError("objective", f"a row of kind {type(row).__name__.lower()}: {fits}; {needs}")
 
 
-def with_system(messages: tuple[Message, ...], default: str | None) -> tuple[Message, ...]:
+def with_system(messages: tuple[records.Message, ...], default: str | None) -> tuple[records.Message, ...]:
     """The messages behind the run's system message, where it has one and they bring none."""
     if default is None or (messages and messages[0].role == "system"):
         return messages
-    return (Message(role="system", parts=(Text(text=default),), train=False), *messages)
+    return (records.Message(role="system", parts=(records.Text(text=default),), train=False), *messages)
 
 
-def unlearned(message: Message) -> Message:
+def unlearned(message: records.Message) -> records.Message:
     """The message as context, whatever it or its parts say of their loss."""
     parts = tuple(
-        replace(part, train=None) if isinstance(part, Text | Thinking | ToolCall) and part.train is not None else part
+        replace(part, train=None)
+        if isinstance(part, records.Text | records.Thinking | records.ToolCall) and part.train is not None
+        else part
         for part in message.parts
     )
     return replace(message, train=False, parts=parts)
@@ -236,14 +204,14 @@ class DocumentShape:
         return tuple(part for part in self.parts if not isinstance(part, str))
 
 
-def document_shape(document: Document) -> DocumentShape:
+def document_shape(document: records.Document) -> DocumentShape:
     """The shape of a document whose rules were applied."""
     parts: list[float | str] = []
     for part in document.parts:
         match part:
-            case Text():
+            case records.Text():
                 parts.append(part_weight(part, is_trained=True) * document.weight)
-            case Image() | Video() | Audio():
+            case records.Image() | records.Video() | records.Audio():
                 parts.append(kind_of_media(part))
             case _:
                 raise AssertionError(f"a document has no {type(part).__name__}")
@@ -252,9 +220,11 @@ def document_shape(document: Document) -> DocumentShape:
 
 def document_path(
     shape: DocumentShape, *, control: ControlTokens, chars: Sequence[str], slots: MediaSlots
-) -> tuple[Piece, ...]:
+) -> tuple[records.Piece, ...]:
     """The pieces of documents of this shape; ``chars`` stand for their texts."""
-    path: list[Piece] = [] if shape.rendered else [ControlPiece(token=token) for token in control.opening]
+    path: list[records.Piece] = (
+        [] if shape.rendered else [records.ControlPiece(token=token) for token in control.opening]
+    )
     texts = iter(chars)
     num_media = 0
     for part in shape.parts:
@@ -264,22 +234,22 @@ def document_path(
                 num_media += 1
             case _:
                 by_model = part > 0 or not shape.rendered
-                path.append(TextPiece(text=next(texts), by_model=by_model, weight=part, field="text"))
+                path.append(records.TextPiece(text=next(texts), by_model=by_model, weight=part, field="text"))
     if not shape.rendered:
-        path += [ControlPiece(token=token, by_model=True, weight=shape.closing) for token in control.closing]
+        path += [records.ControlPiece(token=token, by_model=True, weight=shape.closing) for token in control.closing]
     return tuple(path)
 
 
-def _slot(inline: str, token: str, number: int, control: ControlTokens) -> Iterator[Piece]:
+def _slot(inline: str, token: str, number: int, control: ControlTokens) -> Iterator[records.Piece]:
     """``<|vision_start|><|image_pad|><|vision_end|>`` as pieces, the item in the middle."""
     position = 0
     for start, end, found in control.find(inline):
         if position < start:
-            yield TextPiece(text=inline[position:start])
-        yield MediaPiece(token=token, number=number) if found == token else ControlPiece(token=found)
+            yield records.TextPiece(text=inline[position:start])
+        yield records.MediaPiece(token=token, number=number) if found == token else records.ControlPiece(token=found)
         position = end
     if position < len(inline):
-        yield TextPiece(text=inline[position:])
+        yield records.TextPiece(text=inline[position:])
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -292,7 +262,7 @@ def _slot(inline: str, token: str, number: int, control: ControlTokens) -> Itera
 
 def one_path(
     history: RowHistory, control: ControlTokens, turns: Sequence[int], *, needs_stop: bool
-) -> tuple[Path, frozenset[int]]:
+) -> tuple[paths.Path, frozenset[int]]:
     """The path of the whole row with the completions of ``turns`` in it, and those of them that inference would not
     show or expect so.
 
@@ -300,74 +270,81 @@ def one_path(
     the template leaves out of earlier turns is not learned. Raises `RowError` where a turn has no header or no stop.
     """
     messages = history.row.messages
-    whole = whole_row(history)
+    whole = paths.whole_row(history)
     recording = whole.recording
-    path = path_of(history, whole, len(messages))
+    path = paths.path_of(history, whole, len(messages))
     unfinished = len(messages) - 1 if history.row.continue_final_message else None
     differing = set()
     for index in turns:
         context = _context(history, index, control)
         seam = _seam(history, recording, context, index)
-        span = span_of(recording, control, index, seam)
+        span = trained_turns.span_of(recording, control, index, seam)
         if index == unfinished:
-            span = open_span(recording, index, seam, whole=False)
+            span = trained_turns.open_span(recording, index, seam, whole=False)
         if span is None:
             is_last = index == len(messages) - 1
-            ended, path.stop = ended_by_next_turn(history, control, whole, index) if is_last else (None, None)
+            ended, path.stop = paths.ended_by_next_turn(history, control, whole, index) if is_last else (None, None)
             if ended is not None:
                 path.recording = recording = ended.recording
-                span = span_of(recording, control, index, seam)
+                span = trained_turns.span_of(recording, control, index, seam)
             elif path.stop is None and needs_stop:
-                raise no_stop(control, index)
-            span = span or open_span(recording, index, seam, whole=path.stop is not None)
+                raise paths.no_stop(control, index)
+            span = span or trained_turns.open_span(recording, index, seam, whole=path.stop is not None)
             if needs_stop and span.stop == span.end and path.stop is None:
-                raise no_stop(control, index)
+                raise paths.no_stop(control, index)
             path.end = span.end if is_last else None
         if needs_stop:
-            require_stop(history, recording, control, span)
+            paths.require_stop(history, recording, control, span)
         path.spans.append(span)
         left_out = _thoughts_of_its_own_time(context, messages[index], index) if index < turns[-1] else set()
-        require_every_part(recording, span, history, but=left_out)
+        paths.require_every_part(recording, span, history, but=left_out)
         if not _is_inference(recording, span, context, control):
             differing.add(index)
     if unfinished is not None:
-        path.end = open_span(recording, unfinished, 0, whole=False).end
+        path.end = trained_turns.open_span(recording, unfinished, 0, whole=False).end
     return path, frozenset(differing)
 
 
-def _context(history: RowHistory, index: int, control: ControlTokens) -> Context | None:
+def _context(history: RowHistory, index: int, control: ControlTokens) -> trained_turns.Context | None:
     """What inference shows before a message; None where the template has no prompt that the turn would continue."""
     try:
-        return context_of(history.template, history, index, control)
+        return trained_turns.context_of(history.template, history, index, control)
     except RowError as error:
         if error.reason != "prompt_not_reproduced":
             raise
         return None
 
 
-def _thoughts_of_its_own_time(context: Context | None, message: Message, index: int) -> set[int]:
+def _thoughts_of_its_own_time(context: trained_turns.Context | None, message: records.Message, index: int) -> set[int]:
     """The parts of a message that are thoughts and that the template prints while no turn follows, by number: those it
     may leave out of one rendering. A thought that it never prints is none of them."""
     if context is None:
         return set()
-    if not any(isinstance(part, Thinking) for part in message.parts):
+    if not any(isinstance(part, records.Thinking) for part in message.parts):
         return set()
     recording = context.recording
     owners = {recording.owner_table[ord(char)] for char in set(recording.owners[recording.shared :])}
     printed = {owner.part for owner in owners if owner.message == index}
-    return {number for number, part in enumerate(message.parts) if isinstance(part, Thinking) and number in printed}
+    return {
+        number for number, part in enumerate(message.parts) if isinstance(part, records.Thinking) and number in printed
+    }
 
 
-def _is_inference(recording: Recording, span: CompletionSpan, context: Context | None, control: ControlTokens) -> bool:
+def _is_inference(
+    recording: Recording,
+    span: trained_turns.CompletionSpan,
+    context: trained_turns.Context | None,
+    control: ControlTokens,
+) -> bool:
     """Whether the text up to the end of a completion is what inference would show and expect."""
     if context is None or not recording.sketch.startswith(context.recording.sketch[: context.seam]):
         return False
-    alone = span_of(context.recording, control, span.message, context.seam)
+    alone = trained_turns.span_of(context.recording, control, span.message, context.seam)
     end = len(context.recording.sketch) if alone is None else alone.end
     return recording.sketch[: span.end] == context.recording.sketch[:end]
 
 
-def _seam(history: RowHistory, recording: Recording, context: Context | None, index: int) -> int:
+def _seam(history: RowHistory, recording: Recording, context: trained_turns.Context | None, index: int) -> int:
     """Where the completion of a message begins in the rendering of the whole row: behind the turn's header.
 
     The header is what a generation prompt adds. Of one that goes on behind it (an opened thought) only so much counts
@@ -380,7 +357,7 @@ def _seam(history: RowHistory, recording: Recording, context: Context | None, in
     asked = prompt.sketch
     header = asked[common_length(asked, history.recording(index).sketch) :]
     begin, end = _between(recording, index)
-    own = None if header else begin_without_header(prompt, recording, index)
+    own = None if header else trained_turns.begin_without_header(prompt, recording, index)
     if own is not None:
         return own
     best = 0, begin

@@ -117,7 +117,9 @@ def paths_of(
         if home is trunk and context.seam:  # what they begin with is the same; one of them is enough to keep
             contexts[index] = replace(context, recording=trunk.recording)
         if index not in home.recording.stretches:
-            require_every_part(home.recording, _nothing(index), history)
+            require_every_part(
+                home.recording, trained_turns.CompletionSpan(message=index, seam=0, stop=0, end=0), history
+            )
         span = trained_turns.span_of(home.recording, control, index, context.seam)
         if index == unfinished:
             span = trained_turns.open_span(home.recording, index, context.seam, whole=False)
@@ -149,10 +151,6 @@ def paths_of(
         kept = len(marks) if path is trunk else _num_alike(path, trunk.recording, marks)
         _mark_history(path, contexts, control, history, marks, kept)
     return trunk, branches[::-1]
-
-
-def _nothing(index: int) -> trained_turns.CompletionSpan:
-    return trained_turns.CompletionSpan(message=index, seam=0, stop=0, end=0)
 
 
 def whole_row(history: RowHistory) -> trained_turns.Context:

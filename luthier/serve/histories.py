@@ -20,18 +20,7 @@ from luthier.errors import RowError, TemplateError
 from luthier.media import MediaAccess, decoder_of
 from luthier.records import Address, Conversation, ImageHeader, Preference, Sample, Segment, Text, VideoHeader
 from luthier.rendering.render import Renderer
-from luthier.serve.wire import (
-    AudioPart,
-    AudioUrlPart,
-    ContentPart,
-    ImagePart,
-    MessageBody,
-    RefusedRequest,
-    TextPart,
-    Url,
-    VideoPart,
-    of_row,
-)
+from luthier.serve import wire
 from luthier.sources import RawRow, RowReader
 from luthier.sources.detect import detect_layout
 from luthier.writing import JsonObject, counted
@@ -55,7 +44,7 @@ class Histories:
 
     def of_messages(
         self,
-        messages: Sequence[MessageBody],
+        messages: Sequence[wire.MessageBody],
         tools: Sequence[Mapping[str, Any]] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> Sample:
@@ -64,7 +53,7 @@ class Histories:
 
     def of_answer(
         self,
-        messages: Sequence[MessageBody],
+        messages: Sequence[wire.MessageBody],
         tools: Sequence[Mapping[str, Any]] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> Segment:
@@ -74,16 +63,22 @@ class Histories:
         *history, last = record.messages
         if last.role != "assistant" or not history:
             what = "a conversation ends with the assistant's answer that is to be judged"
-            raise RefusedRequest(400, what, code="not_supported", param="messages")
+            raise wire.RefusedRequest(400, what, code="not_supported", param="messages")
         other = replace(last, parts=(*last.parts, Text(text="?")))  # a pair needs two, and only the first is looked at
         pair = Preference(prompt=tuple(history), chosen=(last,), rejected=(other,), tools=record.tools)
         return self._sample(pair, kwargs).segments()[0]
 
-    def _record(self, messages: Sequence[MessageBody], tools: Sequence[Mapping[str, Any]] | None) -> Conversation:
-        items = sum(not isinstance(part, TextPart) for message in messages for part in _parts(message))
+    def _record(self, messages: Sequence[wire.MessageBody], tools: Sequence[Mapping[str, Any]] | None) -> Conversation:
+        items = sum(
+            not isinstance(part, wire.TextPart)
+            for message in messages
+            for part in (message.content if isinstance(message.content, list) else ())
+        )
         if items > self.limits.max_media:
             what = f"the messages hold {counted(items, 'media item')}, the limit is {self.limits.max_media}"
-            raise RefusedRequest(413, what, code="media_limit", param="messages", hint="serve.max_media is the limit")
+            raise wire.RefusedRequest(
+                413, what, code="media_limit", param="messages", hint="serve.max_media is the limit"
+            )
         data: JsonObject = {
             "messages": [_as_row(message, f"messages[{number}]") for number, message in enumerate(messages)]
         }
@@ -92,7 +87,7 @@ class Histories:
         try:
             record = self._reader.convert(RawRow(raw=b"", data=data, address=Address(file=REQUEST, row=1)))
         except RowError as error:
-            raise of_row(error) from None
+            raise wire.of_row(error) from None
         assert isinstance(record, Conversation), "messages make a conversation"
         return record
 
@@ -101,11 +96,11 @@ class Histories:
         try:
             (outcome,) = encode_rows([record], renderer, self.encoder.assembler, self._measurer)
         except RowError as error:
-            raise of_row(error) from None
+            raise wire.of_row(error) from None
         except TemplateError as error:
-            raise RefusedRequest(400, error.message, code="template", hint=error.hint) from None
+            raise wire.RefusedRequest(400, error.message, code="template", hint=error.hint) from None
         if isinstance(outcome, RowError):
-            raise of_row(outcome)
+            raise wire.of_row(outcome)
         self._check_pixels(outcome)
         return outcome
 
@@ -115,7 +110,7 @@ class Histories:
         try:
             (ids,) = tokenizer.encode_runs([text])
         except RowError as error:
-            raise of_row(error) from None
+            raise wire.of_row(error) from None
         opening = [tokenizer.control_id(token) for token in tokenizer.control.opening] if opened else []
         return np.concatenate([np.array(opening, dtype=np.int32), ids]).astype(np.int32)
 
@@ -127,7 +122,7 @@ class Histories:
             return [self._known(prompt)]  # type: ignore[arg-type]
         if any(isinstance(one, int) for one in prompt) or len(prompt) > self.limits.max_samples:
             what = f"prompt is a text, ids, or a list of up to {self.limits.max_samples} of either"
-            raise RefusedRequest(400, what, code="invalid_value", param="prompt")
+            raise wire.RefusedRequest(400, what, code="invalid_value", param="prompt")
         return [self.of_text(one) if isinstance(one, str) else self._known(one) for one in prompt]  # type: ignore[arg-type]
 
     def _known(self, ids: Sequence[int]) -> Ids:
@@ -140,7 +135,7 @@ class Histories:
             what = (
                 f"id {ids[wrong[0]]} at place {wrong[0]} names no token of text" if len(wrong) else "no ids are given"
             )
-            raise RefusedRequest(400, what, code="invalid_value", param="prompt")
+            raise wire.RefusedRequest(400, what, code="invalid_value", param="prompt")
         return found.astype(np.int32)
 
     def _renderer(self, kwargs: Mapping[str, Any]) -> Renderer:
@@ -169,31 +164,29 @@ class Histories:
             param = f"chat_template_kwargs.{name}"
             if name not in free:
                 what = f"the chat template reads no variable {name[:80]!r} of a request"
-                raise RefusedRequest(
+                raise wire.RefusedRequest(
                     400, what, code="template", param=param, hint=f"it reads {', '.join(free) or 'none'}"
                 )
             text = json.dumps(value, ensure_ascii=False)
             if any(token in text for token in tokenizer.control.tokens):
                 what = f"the variable {name[:80]!r} holds a control token"
-                raise RefusedRequest(400, what, code="control_in_text", param=param)
+                raise wire.RefusedRequest(400, what, code="control_in_text", param=param)
 
     def _check_pixels(self, sample: Sample) -> None:
         headers = [item.header for item in sample.media]
         pixels = sum(one.width * one.height for one in headers if isinstance(one, ImageHeader | VideoHeader))
         if pixels > self.limits.max_pixels:
             what = f"the pictures have {counted(pixels, 'pixel')} together, the limit is {self.limits.max_pixels:,}"
-            raise RefusedRequest(413, what, code="media_limit", param="messages", hint="serve.max_pixels is the limit")
+            raise wire.RefusedRequest(
+                413, what, code="media_limit", param="messages", hint="serve.max_pixels is the limit"
+            )
 
 
-def _parts(message: MessageBody) -> Sequence[ContentPart]:
-    return message.content if isinstance(message.content, list) else ()
-
-
-def _as_row(message: MessageBody, place: str) -> JsonObject:
+def _as_row(message: wire.MessageBody, place: str) -> JsonObject:
     """The message in the form of rows that are trained on."""
     if message.reasoning_content and message.thinking and message.reasoning_content != message.thinking:
         what = "reasoning_content and thinking are two names of one thing, and differ"
-        raise RefusedRequest(400, what, code="invalid_value", param=f"{place}.thinking")
+        raise wire.RefusedRequest(400, what, code="invalid_value", param=f"{place}.thinking")
     content: Any = message.content
     if isinstance(content, list):
         content = [_as_part(part, f"{place}.content[{number}]") for number, part in enumerate(content)]
@@ -215,32 +208,34 @@ def _as_call(call: Any) -> JsonObject:
     return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
 
 
-def _as_part(part: ContentPart, place: str) -> JsonObject:
+def _as_part(part: wire.ContentPart, place: str) -> JsonObject:
     match part:
-        case TextPart():
+        case wire.TextPart():
             return {"type": "text", "text": part.text}
-        case ImagePart():
+        case wire.ImagePart():
             return {"type": "image", "bytes": _bytes_of(part.image_url, f"{place}.image_url")}
-        case VideoPart():
+        case wire.VideoPart():
             return {"type": "video", "bytes": _bytes_of(part.video_url, f"{place}.video_url")}
-        case AudioUrlPart():
+        case wire.AudioUrlPart():
             return {"type": "audio", "bytes": _bytes_of(part.audio_url, f"{place}.audio_url")}
-        case AudioPart():
+        case wire.AudioPart():
             return {"type": "audio", "bytes": _decoded(part.input_audio.data, f"{place}.input_audio.data")}
         case _:
             raise AssertionError(part)
 
 
-def _bytes_of(url: Url | str, place: str) -> bytes:
+def _bytes_of(url: wire.Url | str, place: str) -> bytes:
     """What a data URL holds. Raises `RefusedRequest` for anything else: no file is read and nothing is fetched."""
-    if isinstance(url, Url) and url.detail != "auto":
+    if isinstance(url, wire.Url) and url.detail != "auto":
         what = f"{place}.detail is not done by this server"
-        raise RefusedRequest(400, what, code="not_supported", param=f"{place}.detail", hint="auto")
-    text = url.url if isinstance(url, Url) else url
+        raise wire.RefusedRequest(400, what, code="not_supported", param=f"{place}.detail", hint="auto")
+    text = url.url if isinstance(url, wire.Url) else url
     head, comma, _ = text[:200].partition(",")
     if not head.startswith("data:") or not head.lower().endswith(";base64") or not comma:
         hint = "send the file itself: data:image/png;base64,…"
-        raise RefusedRequest(400, "media come as data URLs in base64 only", code="media_url", param=place, hint=hint)
+        raise wire.RefusedRequest(
+            400, "media come as data URLs in base64 only", code="media_url", param=place, hint=hint
+        )
     return _decoded(text[len(head) + 1 :], place)
 
 
@@ -250,5 +245,5 @@ def _decoded(data: str, place: str) -> bytes:
     except msgspec.ValidationError:
         found = b""
     if not found:
-        raise RefusedRequest(400, "this is no base64", code="bad_media", param=place)
+        raise wire.RefusedRequest(400, "this is no base64", code="bad_media", param=place)
     return found

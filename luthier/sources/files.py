@@ -248,7 +248,11 @@ def _folder_files(folder: Path, config: SourceConfig) -> tuple[DataFile, ...]:
     if config.subset is not None:
         root = folder / config.subset
         if not root.is_dir():
-            raise SourceError(f"{config.path}: there is no subset {config.subset!r}", hint=_list_folders(folder))
+            raise SourceError(
+                f"{config.path}: there is no subset {config.subset!r}",
+                hint="folders in it: "
+                + (", ".join(sorted(child.name for child in folder.iterdir() if child.is_dir())) or "none"),
+            )
     if (saved := _saved_files(root, config)) is not None:
         return saved
     found = [path for path in sorted(root.rglob("*")) if _is_data_file(path, root)]
@@ -376,7 +380,3 @@ def _missing_hint(path: Path) -> str | None:
         return f"there is no folder {path.parent}"
     close = nearest_names(path.name, (sibling.name for sibling in path.parent.iterdir()))
     return f"near it: {close}" if close else None
-
-
-def _list_folders(folder: Path) -> str:
-    return "folders in it: " + (", ".join(sorted(child.name for child in folder.iterdir() if child.is_dir())) or "none")

@@ -19,21 +19,13 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import Documents
 from luthier.errors import RowError, SourceError
+from luthier.sources import text_files
 from luthier.sources.columnar import chosen_rows, index_columns
 from luthier.sources.files import DataFile, FileKind
 from luthier.sources.open_files import Ascending, AscendingBuilder, LineNumbers, LineNumbersBuilder, OpenFiles
 from luthier.sources.origins import HubRows, LocalFiles, Origin
 from luthier.sources.record_spool import index_by_spool
 from luthier.sources.rows import RowBytes
-from luthier.sources.text_files import (
-    MAX_LINE_BYTES,
-    check_first_row,
-    has_row_a_line,
-    line_row,
-    line_too_long,
-    open_text_file,
-    read_text_file,
-)
 
 if TYPE_CHECKING:
     import datasets
@@ -78,7 +70,7 @@ class LineRows:
         self.file.check_unchanged()
         starts, ends = self.starts.at(rows), self.starts.at(rows + 1)
         # with the newline that must stand before the row; of a line over the cap only as much as shows that it is
-        begins, caps = np.maximum(starts - 1, self.begin), np.minimum(ends, starts + MAX_LINE_BYTES + 1)
+        begins, caps = np.maximum(starts - 1, self.begin), np.minimum(ends, starts + text_files.MAX_LINE_BYTES + 1)
         spans = opened.read_spans(self.path, begins, caps)
         lines = self.lines.at(rows)
         num_lines = self.lines.at(np.minimum(rows + 1, len(self) - 1)) - lines  # with the blank ones after each row
@@ -92,12 +84,12 @@ class LineRows:
             if span[:1] != b"\n":
                 raise self._moved(place)
             span = span[1:]
-        if len(span) < min(place.end - place.start, MAX_LINE_BYTES + 1):
+        if len(span) < min(place.end - place.start, text_files.MAX_LINE_BYTES + 1):
             raise self._moved(place)  # the file is shorter now
         stop = span.find(b"\n") + 1 or len(span)
-        if stop > MAX_LINE_BYTES:
-            return line_too_long(self.file, self._line_length(place, opened), place.line)
-        row = line_row(self.file, span[:stop], place.line)
+        if stop > text_files.MAX_LINE_BYTES:
+            return text_files.line_too_long(self.file, self._line_length(place, opened), place.line)
+        row = text_files.line_row(self.file, span[:stop], place.line)
         if row is None or not self._ends_as_indexed(place, span, stop):
             raise self._moved(place)
         return row
@@ -139,7 +131,7 @@ class _Place(NamedTuple):
 def index_lines(file: DataFile) -> LineRows:
     """Find the lines of a file; raises `SourceError`. Memory is that of the index, and a megabyte."""
     file.check_unchanged()
-    with open_text_file(file) as stream:
+    with text_files.open_text_file(file) as stream:
         begin = stream.tell()
     starts, lines = AscendingBuilder(), LineNumbersBuilder()
     try:
@@ -185,10 +177,10 @@ def _is_blank(descriptor: int, start: int, file: DataFile) -> bool:
         text = os.pread(descriptor, size, start)
         stop = text.find(b"\n") + 1 or len(text)
         is_whole = stop < len(text) or text[-1:] == b"\n" or len(text) < size
-        if stop > MAX_LINE_BYTES:
+        if stop > text_files.MAX_LINE_BYTES:
             return False
         if is_whole:
-            return line_row(file, text[:stop], 1) is None
+            return text_files.line_row(file, text[:stop], 1) is None
         if text.decode("utf-8", "ignore").strip():
             return False
         size *= 16
@@ -198,7 +190,7 @@ def _check_first(index: LineRows) -> None:
     opened = OpenFiles()
     for number in range(len(index)):
         (row,) = index.read(np.array([number]), opened)
-        check_first_row(index.file, row)
+        text_files.check_first_row(index.file, row)
         if isinstance(row, RowBytes) or index.file.kind is not FileKind.JSONL:
             return
 
@@ -298,9 +290,9 @@ def index_origin(origin: Origin, spool: Path | None) -> list[IndexPart] | None:
 
 
 def _index_text(file: DataFile, spool: Path | None) -> IndexPart:
-    if not file.compression and has_row_a_line(file):
+    if not file.compression and text_files.has_row_a_line(file):
         return index_lines(file)
-    return index_by_spool(file, read_text_file(file), spool)
+    return index_by_spool(file, text_files.read_text_file(file), spool)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -320,7 +312,7 @@ class _WholeFiles:
         found: list[RowBytes | RowError] = []
         for file in (self.files[row] for row in rows.tolist()):
             file.check_unchanged()
-            found += read_text_file(file)
+            found += text_files.read_text_file(file)
         return found
 
 

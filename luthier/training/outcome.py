@@ -26,7 +26,7 @@ from luthier.training.folder.state import plain_optimizer
 from luthier.training.numerics import optimizer_facts
 from luthier.training.report.events import read_log
 from luthier.training.report.result import LOG_FILE, DataSummary, Ended, ModelSummary, RunResult, SourceSummary
-from luthier.training.rollouts.answer_log import ledger_of_answers
+from luthier.training.rollouts.answer_groups import ledger_of_answers
 from luthier.training.trainer import Trainer
 
 REPORTED_VERSIONS = ("luthier", "torch", "transformers", "peft", "accelerate")

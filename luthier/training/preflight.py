@@ -87,7 +87,7 @@ def check_run(draft: Draft) -> list[str]:
             found += _model(draft, encoder, notes)
     problems += [problem for problem in found if problem.key not in told]
     if problems:
-        raise ConfigError(sorted(problems, key=_line))
+        raise ConfigError(sorted(problems, key=Problem.place))
     return notes
 
 
@@ -363,8 +363,3 @@ def _device_of(config: RunConfig) -> str:
         return run_device(config)
     except ModelError:
         return "cpu"
-
-
-def _line(problem: Problem) -> tuple[bool, int]:
-    line = problem.where.rpartition(":")[2]
-    return problem.where.startswith("override "), int(line) if line.isdecimal() else 0

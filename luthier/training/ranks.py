@@ -57,7 +57,7 @@ def naming_lost_ranks(output: Path, world: World) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _is_of_another(error):
+        if not (isinstance(error, torch.distributed.DistError) or _LOST.search(str(error)) is not None):
             _write(folder, world.rank, {**mine, "error": first_line(error)})
             raise
         lost = _look_for_lost(folder, world) or f"another rank: {_silent_ranks(folder, world)}"
@@ -113,10 +113,6 @@ def _silent_ranks(folder: Path, world: World) -> str:
 
 def _name(rank: int, sign: JsonObject) -> str:
     return f"rank {rank} (process {sign['pid']} on {sign['host']})"
-
-
-def _is_of_another(error: RuntimeError) -> bool:
-    return isinstance(error, torch.distributed.DistError) or _LOST.search(str(error)) is not None
 
 
 def _state(pid: int) -> str:

@@ -41,16 +41,8 @@ from luthier.training.callbacks import Meter
 from luthier.training.folder import checkpoint as checkpoints
 from luthier.training.folder import state as states
 from luthier.training.folder.checkpoint import taking_over
+from luthier.training.losses import step_losses
 from luthier.training.losses.router_balance import RouterBalance
-from luthier.training.losses.step_losses import (
-    LossSums,
-    MeanLosses,
-    MicroLoss,
-    StepLosses,
-    counts_of,
-    learned_from,
-    measures_of_drawing,
-)
 from luthier.training.numerics import check_finite
 from luthier.training.optimizer import ON_METRIC, learning_rate, make_optimizer, make_scheduler
 from luthier.training.streams import EvalStream, TrainStream
@@ -75,8 +67,8 @@ class TrainerParts:
     eval_stream: EvalStream | None
     sources: tuple[str, ...]
     eval_sources: tuple[str, ...]
-    losses: StepLosses
-    eval_losses: StepLosses
+    losses: step_losses.StepLosses
+    eval_losses: step_losses.StepLosses
     measured: tuple[str, ...]
     meter: Meter
     processing_class: PreTrainedTokenizerBase | None
@@ -110,7 +102,9 @@ class Trainer:
         self.balance = RouterBalance(parts.losses)
         self.passes = parts.config.rollout.passes
         self._step_losses: list[tuple[torch.Tensor, tuple[Address, ...]]] = []
-        self._interval = LossSums(() if parts.stream.rollouts else parts.sources, parts.measured, args.device)
+        self._interval = step_losses.LossSums(
+            () if parts.stream.rollouts else parts.sources, parts.measured, args.device
+        )
         self._last_logged = 0
         self._last_update: dict[str, Any] = {}
         self.in_backward: BackwardUpdates | None = None
@@ -252,14 +246,16 @@ class Trainer:
         if draws := parts.stream.rollouts is not None:
             sharding.gather_all(self.model)  # ranks draw answers of different lengths
         read = next(steps)
-        counts_T3 = torch.tensor([counts_of(parts.losses, batch) for batch in read], device=self.args.device)
+        counts_T3 = torch.tensor(
+            [step_losses.counts_of(parts.losses, batch) for batch in read], device=self.args.device
+        )
         # ranks have as many micro-batches each, except of answers that they draw themselves
         counts_T3 = self._sum_of_ranks(counts_T3.sum(0, keepdim=True) if draws else counts_T3)
         self._units, targets, tokens = counts_T3.sum(dim=0)
         parts.meter.tokens += int(tokens) if draws else parts.stream.schedule.num_tokens(step)
         parts.meter.targets += int(targets)
         self._step_losses.clear()
-        learned = read if draws else learned_from(read, counts_T3[:, :2])
+        learned = read if draws else step_losses.learned_from(read, counts_T3[:, :2])
         parts.losses.begin_step(self.model, learned, self._sum_of_ranks)
         sharding.give_up_gathered(self.model)
         self.balance.begin_step(self.model, learned, self._sum_of_ranks)
@@ -278,12 +274,12 @@ class Trainer:
         else:
             self.in_backward.waiting = partial(self.accelerator.backward, loss)
 
-    def _loss(self, batch: Batch) -> tuple[MicroLoss, torch.Tensor]:
+    def _loss(self, batch: Batch) -> tuple[step_losses.MicroLoss, torch.Tensor]:
         """A micro-batch's part of the step's loss. It comes times W, since DDP averages gradients over W ranks."""
         with self.balance.counting(), activations_kept(self.model, self.parts.config.train.offload):
             sums = self.parts.losses.loss(self.wrapped, batch)
         if self.parts.stream.rollouts is not None:
-            drawn = measures_of_drawing(batch.drawn, self.parts.config.rollout, self.args.device)
+            drawn = step_losses.measures_of_drawing(batch.drawn, self.parts.config.rollout, self.args.device)
             sums = replace(sums, measures={**drawn, **sums.measures})
         ranks = self.accelerator.num_processes
         return sums, sums.loss_sum * (ranks / self._units.clamp(min=1)) + self.balance.loss() * ranks
@@ -364,9 +360,9 @@ class Trainer:
         self.parts.meter.paused += time.perf_counter() - begun
         return metrics
 
-    def _eval_losses(self, stream: EvalStream) -> MeanLosses:
+    def _eval_losses(self, stream: EvalStream) -> step_losses.MeanLosses:
         losses = self.parts.eval_losses
-        sums = LossSums(self.parts.eval_sources, losses.measured, self.args.device)
+        sums = step_losses.LossSums(self.parts.eval_sources, losses.measured, self.args.device)
         training = self.model.training
         self.model.eval()
         with torch.no_grad():

@@ -16,8 +16,16 @@ from PIL import Image as Pillow
 from rich.console import Console
 from verify_cases import AT, chat, message
 
-from luthier.check.show.html import page_html, tokens_html
-from luthier.check.show.previews import LONGEST_SIDE, WAVE_HEIGHT, WAVE_WIDTH, outline, preview, previews
+from luthier.check.show.html import (
+    LONGEST_SIDE,
+    WAVE_HEIGHT,
+    WAVE_WIDTH,
+    outline,
+    page_html,
+    preview,
+    previews,
+    tokens_html,
+)
 from luthier.check.show.terminal import RowText, TokenTable
 from luthier.check.show.token_origins import (
     SegmentOrigin,

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 from luthier.check.golden import GoldenPrompt, Parity
 from luthier.errors import ConfigError, UserError
+from luthier.export.gguf import modelfile
 from luthier.export.model_folder import check_push, push
-from luthier.export.ollama import modelfile
 from luthier.presets import tokenizer_folder
 from tests.conftest import refused
 

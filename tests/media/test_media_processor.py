@@ -14,10 +14,10 @@ from luthier.config.inputs import MediaConfig
 from luthier.errors import ModelError, RowError
 from luthier.layout.position_schemes import position_scheme
 from luthier.media.families.family import MediaKind, PackingSupport
+from luthier.media.families.rows_grid import quick_patches
 from luthier.media.families.table import FAMILIES, family_of
 from luthier.media.files.decoding import DecodedImage
 from luthier.media.processors.calling import AreaLimits, merge_features
-from luthier.media.processors.patches import quick_patches
 from luthier.media.processors.processor import MediaProcessor, process_pictures
 from luthier.records import ImageHeader
 from tests.conftest import reason_is, refused

@@ -23,7 +23,7 @@ from luthier.engines.local import LocalEngine
 from luthier.errors import TrainingError
 from luthier.metrics.table import METRICS, Metric
 from luthier.training.report.result import RunResult
-from luthier.training.rollouts.answer_log import FOLDER, answers_file
+from luthier.training.rollouts.answer_groups import FOLDER, answers_file
 from luthier.training.rollouts.sampler_probes import Cause
 from luthier.training.trainer import Trainer
 

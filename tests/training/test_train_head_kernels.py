@@ -24,7 +24,7 @@ from luthier.collation import collate_packs
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
 from luthier.models.passes import OutputHead, find_head
-from luthier.objectives.head_kernels import KernelAnswer, KernelTask, LossKernel
+from luthier.objectives.head import KernelAnswer, KernelTask, LossKernel
 from luthier.records import Pack
 from luthier.training.fit import fit_data
 from luthier.training.losses import kernels

@@ -31,7 +31,7 @@ from luthier.training.fit import fit_data
 from luthier.training.preflight import check_run
 from luthier.training.report.result import RunResult
 from luthier.training.rollouts import drawing
-from luthier.training.rollouts.answer_log import FOLDER
+from luthier.training.rollouts.answer_groups import FOLDER
 from luthier.training.rollouts.drawing import NO_QUESTION
 
 Train = Callable[..., RunResult]

@@ -22,7 +22,7 @@ from luthier.objectives.policy_losses import GapSums
 from luthier.rewards.judging import Judged, RewardJudge
 from luthier.training.report.result import RunResult
 from luthier.training.rollouts import drawing
-from luthier.training.rollouts.gap_watch import NUMBERS
+from luthier.training.rollouts.early_warnings import NUMBERS
 from luthier.training.rollouts.sampler_probes import Cause, ScoredAnswer, cause_of, visible_fault
 
 Train = Callable[..., RunResult]

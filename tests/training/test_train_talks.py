@@ -25,7 +25,7 @@ from luthier.records import MediaItem, Segment
 from luthier.rewards.function_process import EnvironmentProcess, ToolBox
 from luthier.sources import open_sources
 from luthier.sources.source import RowsByAddress
-from luthier.training.rollouts.answer_log import FOLDER
+from luthier.training.rollouts.answer_groups import FOLDER
 from luthier.training.rollouts.talks import CHANGED, MALFORMED, Talks
 from luthier.training.rollouts.trajectories import Trajectory, answer_tree
 from tests.training.tiny_runs import TINY

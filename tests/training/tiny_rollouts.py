@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from luthier.models.sharding import undivided
 from luthier.training.report.result import RunResult
-from luthier.training.rollouts.answer_log import FOLDER
+from luthier.training.rollouts.answer_groups import FOLDER
 from luthier.training.rollouts.drawing import Rollouts
 
 ROLLOUT = {"prompts_per_step": 4, "answers": 3, "max_new_tokens": 6, "min_finished": 0.0, "rewards": ["evenness"]}

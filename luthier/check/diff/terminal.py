@@ -148,16 +148,12 @@ class _ExcerptText:
                 text.append(OPEN if unit.target else CLOSE)
             if not has_colour and is_first:
                 text.append("►")
-            text.append(_shown(unit), style=_style(unit, is_first=is_first))
+            text.append(visible(unit.text) or "⋯", style=_style(unit, is_first=is_first))
             text.append(f"×{count} " if count > 1 else "", style="dim")
             before = unit.target
         text.append(CLOSE if before and not has_colour else "")
         text.append(" …" if begin + len(units) < len(excerpt.units) or excerpt.is_cut else "", style="dim")
         yield text
-
-
-def _shown(unit: ExcerptToken) -> str:
-    return visible(unit.text) or "⋯"
 
 
 def _style(unit: ExcerptToken, *, is_first: bool) -> str:

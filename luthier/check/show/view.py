@@ -12,18 +12,8 @@ from itertools import groupby
 
 import numpy as np
 
+from luthier.check.show import token_text
 from luthier.check.show.token_origins import SegmentOrigin, TokenOrigin
-from luthier.check.show.token_text import (
-    CLOSE_ITEM,
-    OPEN_ITEM,
-    TokenDecoder,
-    TokenText,
-    item_words,
-    numbers_along,
-    placed_media,
-    spans,
-    token_texts,
-)
 from luthier.collation import paths_of_row
 from luthier.layout.trees import leaves
 from luthier.records import IGNORE_INDEX, Batch, MediaItem, Pack, Sample, Segment
@@ -138,7 +128,7 @@ class RowView:
 
 def show_sample(
     sample: Sample,
-    vocabulary: TokenDecoder,
+    vocabulary: token_text.TokenDecoder,
     *,
     control: Collection[int] = (),
     origins: Sequence[SegmentOrigin] | None = None,
@@ -155,7 +145,7 @@ def show_sample(
 
 def show_pack(
     pack: Pack,
-    vocabulary: TokenDecoder,
+    vocabulary: token_text.TokenDecoder,
     *,
     title: str,
     control: Collection[int] = (),
@@ -171,7 +161,7 @@ def show_pack(
 
 def show_batch(
     batch: Batch,
-    vocabulary: TokenDecoder,
+    vocabulary: token_text.TokenDecoder,
     *,
     title: str,
     control: Collection[int] = (),
@@ -197,14 +187,14 @@ def show_batch(
 
 def _row_view(
     columns: Columns,
-    vocabulary: TokenDecoder,
+    vocabulary: token_text.TokenDecoder,
     *,
     title: str,
     control: Collection[int],
     origins: Sequence[SegmentOrigin] | None,
 ) -> RowView:
     bounds = [*columns.starts, len(columns.ids)]
-    items = numbers_along(columns.media, len(columns.ids))
+    items = token_text.numbers_along(columns.media, len(columns.ids))
     tokens: list[TokenView] = []
     segments: list[SegmentView] = []
     for number, address in enumerate(columns.addresses):
@@ -249,9 +239,9 @@ def _segment_view(address: str, tokens: Sequence[TokenView], origin: SegmentOrig
 
 
 def _segment_tokens(
-    columns: Columns, span: range, vocabulary: TokenDecoder, control: Collection[int]
+    columns: Columns, span: range, vocabulary: token_text.TokenDecoder, control: Collection[int]
 ) -> Iterator[TokenView]:
-    texts = token_texts(columns.ids[span.start : span.stop], vocabulary)
+    texts = token_text.token_texts(columns.ids[span.start : span.stop], vocabulary)
     for index, text in zip(span, texts, strict=True):
         # the label before a token is the token, if it is a target; a segment's first token never is
         target = index > span.start and columns.labels[index - 1] != IGNORE_INDEX
@@ -306,12 +296,16 @@ def pack_columns(pack: Pack) -> Columns:
     return Columns(
         ids=[int(i) for segment in pack.segments for i in segment.input_ids],
         labels=[label for segment in pack.segments for label in _labels(segment)],
-        weights=[weight for segment in pack.segments for weight in _weights(segment)],
+        weights=[
+            weight
+            for segment in pack.segments
+            for weight in ([1.0] * len(segment) if segment.weight is None else [*segment.weight.tolist()[1:], 1.0])
+        ],
         positions=[position for length in lengths for position in range(length)],
         starts=[sum(lengths[:number]) for number in range(len(lengths))],
         addresses=[str(segment.address) for segment in pack.segments],
         num_padding=0,
-        media=placed_media(pack.segments),
+        media=token_text.placed_media(pack.segments),
     )
 
 
@@ -424,14 +418,20 @@ def shown_spans(tokens: Sequence[TokenView]) -> Iterator[Sequence[TokenView]]:
         if item is not None:
             yield neighbours
             continue
-        for span in spans([TokenText(text=token.text, tokens=token.num_tokens) for token in neighbours]):
+        for span in token_text.spans(
+            [token_text.TokenText(text=token.text, tokens=token.num_tokens) for token in neighbours]
+        ):
             yield neighbours[span.start : span.stop]
 
 
 def span_text(span: Sequence[TokenView], media: Sequence[MediaItem]) -> str:
     """The text of a span of `shown_spans`; of a media item its words, ``⟨image 300×168 · 50 tokens⟩``."""
     number = span[0].media
-    return span[0].text if number is None else f"{OPEN_ITEM}{item_words(media[number])}{CLOSE_ITEM}"
+    return (
+        span[0].text
+        if number is None
+        else f"{token_text.OPEN_ITEM}{token_text.item_words(media[number])}{token_text.CLOSE_ITEM}"
+    )
 
 
 def _media_left(pack: Pack, lost: dict[int, str]) -> tuple[MediaItem, ...]:
@@ -439,13 +439,9 @@ def _media_left(pack: Pack, lost: dict[int, str]) -> tuple[MediaItem, ...]:
         Segment(input_ids=segment.input_ids, target=segment.target) if number in lost else segment
         for number, segment in enumerate(pack.segments)
     ]
-    return placed_media(kept)
+    return token_text.placed_media(kept)
 
 
 def _labels(segment: Segment) -> list[int]:
     ids, target = segment.input_ids.tolist(), segment.target.tolist()
     return [*(i if wanted else IGNORE_INDEX for i, wanted in zip(ids[1:], target[1:], strict=True)), IGNORE_INDEX]
-
-
-def _weights(segment: Segment) -> list[float]:
-    return [1.0] * len(segment) if segment.weight is None else [*segment.weight.tolist()[1:], 1.0]

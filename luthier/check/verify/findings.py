@@ -206,7 +206,16 @@ class VerifyReport:
             "targets": self.num_targets,
             "longest_run": self.longest_run,
             "max_length": self.max_length,
-            "checks": {result.check.value: _check_json(result) for result in self.checks},
+            "checks": {
+                result.check.value: {
+                    "meaning": MEANING[result.check],
+                    "rows_checked": result.rows_checked,
+                    "rows_failed": result.rows_failed,
+                    "violations": result.violations,
+                    "examples": [_violation_json(violation) for violation in result.examples],
+                }
+                for result in self.checks
+            },
             "methods": {method.value: count for method, count in self.methods.items()},
             "control_strings": dict(self.control_strings),
             "notes": dict(self.notes),
@@ -215,16 +224,6 @@ class VerifyReport:
             "stopped_early": self.stopped_early,
             "seconds": self.seconds,
         }
-
-
-def _check_json(result: CheckResult) -> dict[str, object]:
-    return {
-        "meaning": MEANING[result.check],
-        "rows_checked": result.rows_checked,
-        "rows_failed": result.rows_failed,
-        "violations": result.violations,
-        "examples": [_violation_json(violation) for violation in result.examples],
-    }
 
 
 def _violation_json(violation: Violation) -> dict[str, object]:

@@ -174,7 +174,13 @@ def expected_document(
     media = media_of(row.parts)
     own = None if reader is None or not media else reader.read(media, _printed(row, reader))
     stretches = _stretches(row, own)
-    readable = [_readable(stretch, tokenizer, meant) if forged else stretch.text for stretch in stretches]
+    # With the control strings that are meant as control tokens under their secret names: all, of what is given.
+    readable = [
+        (tokenizer.hide(stretch.text) if stretch.is_given else tokenizer.hide(stretch.text, meant))
+        if forged
+        else stretch.text
+        for stretch in stretches
+    ]
     (body,) = tokenizer.encode(["".join(readable)], forged=forged)
     opening, closing = tokenizer.around_document(rendered=row.rendered)
     policy = document_policy(row, target_policy)
@@ -243,11 +249,6 @@ def _printed(row: Document, reader: MediaReader) -> str:
             case _:
                 raise AssertionError(f"a document has no {type(part).__name__}")
     return "".join(pieces)
-
-
-def _readable(stretch: _TextOrItem, tokenizer: ReferenceTokenizer, meant: frozenset[str]) -> str:
-    """With the control strings that are meant as control tokens under their secret names: all, of what is given."""
-    return tokenizer.hide(stretch.text) if stretch.is_given else tokenizer.hide(stretch.text, meant)
 
 
 def _given(

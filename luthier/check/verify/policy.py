@@ -113,7 +113,12 @@ def row_policy(row: Conversation, template: PlainTemplate, policy: RunPolicy) ->
     messages = as_rendered(ruled, template, policy).messages
     assert [m.text for m in messages] == [m.text for m in with_system.messages], "rules change no text"
     whole = _whole(messages, train_on)
-    touched = {i for i, m in enumerate(messages) if row.weight * m.weight > 0 and (i in whole or _named_parts(m))}
+    touched = {
+        i
+        for i, m in enumerate(messages)
+        if row.weight * m.weight > 0
+        and (i in whole or any(isinstance(part, Spoken) and part.train is True and part.weight > 0 for part in m.parts))
+    }
     answers = {index for index, message in enumerate(messages) if message.role == "assistant"}
     learned = {i: _turn(messages[i], i in whole, row.weight) for i in sorted(answers) if i in whole or i in touched}
     drawn = drawn_turns(tuple(learned), seed=f"{row.address} {len(messages)}")
@@ -224,17 +229,12 @@ def _thinking_as_text(message: Message) -> Message:
 
 
 def _without_empty_thinking(message: Message) -> Message:
-    parts = [Text(text="") if _is_empty(part) else part for part in message.parts]
+    # Whether it is a thought of no characters that stood in the text.
+    parts = [
+        Text(text="") if (isinstance(part, Thinking) and not part.text and part.written is not None) else part
+        for part in message.parts
+    ]
     return replace(message, parts=tuple(parts))
-
-
-def _is_empty(part: Part) -> bool:
-    """Whether it is a thought of no characters that stood in the text."""
-    return isinstance(part, Thinking) and not part.text and part.written is not None
-
-
-def _named_parts(message: Message) -> bool:
-    return any(isinstance(part, Spoken) and part.train is True and part.weight > 0 for part in message.parts)
 
 
 def _learns(part: Part, *, whole: bool) -> bool:

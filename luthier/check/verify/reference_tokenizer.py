@@ -61,7 +61,10 @@ class ReferenceTokenizer:
         """
         backend = self._secret if forged else self._whole
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [self._true_ids(encoding.ids) if forged else _array(encoding.ids) for encoding in encodings]
+        return [
+            _array([self._renumbered.get(i, i) for i in encoding.ids]) if forged else _array(encoding.ids)
+            for encoding in encodings
+        ]
 
     def continue_text(self, texts: Sequence[str], *, forged: bool = False) -> list[Ids]:
         """Ids of texts that the model emits after a prompt: no begin of a text, so nothing that is put at one."""
@@ -173,9 +176,6 @@ class ReferenceTokenizer:
 
     def _renamed(self, name: str) -> str:
         return self.secret_name(name) if name in self.files.control else name
-
-    def _true_ids(self, ids: Sequence[int]) -> Ids:
-        return _array([self._renumbered.get(i, i) for i in ids])
 
     def _id(self, token: str) -> int:
         found = self._whole.token_to_id(token)

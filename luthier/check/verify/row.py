@@ -9,6 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
+from luthier import records
+from luthier.check.verify import reference_tokenizer, token_runs
 from luthier.check.verify.expected import ExpectedRow, ExpectedTurn, expected_prompt, expected_row
 from luthier.check.verify.findings import Check, Method, RowVerdict, Violation
 from luthier.check.verify.learned import Home, Runs, find_home, supplied_faults, turn_faults
@@ -16,45 +18,9 @@ from luthier.check.verify.media_items import expected_document, media_faults, pr
 from luthier.check.verify.media_slots import MediaReader, media_of, media_of_messages
 from luthier.check.verify.plain_template import HuggingFace, PlainTemplate, ReferenceFiles, RunSections, hugging_face
 from luthier.check.verify.policy import RunPolicy, as_rendered, as_ruled, row_policy, ruled_conversation
-from luthier.check.verify.reference_tokenizer import (
-    ReferenceTokenizer,
-    begin_faults,
-    first_difference,
-    token_faults,
-    tree_faults,
-    verify_given,
-)
 from luthier.check.verify.server import TokenServer
-from luthier.check.verify.token_runs import (
-    LengthJudge,
-    as_context,
-    asked_besides,
-    besides_faults,
-    best_position,
-    derived_turns,
-    judged_faults,
-    number_fault,
-    only,
-    run_faults,
-    shorter_prompts,
-    trees_of,
-    whole_text_faults,
-)
 from luthier.config.inputs import LongAudio
 from luthier.media import MediaAccess, MediaSource, split_long_sounds
-from luthier.records import (
-    Audio,
-    Branch,
-    Conversation,
-    Document,
-    Feedback,
-    Message,
-    Preference,
-    Row,
-    Sample,
-    Segment,
-    Tokenized,
-)
 from luthier.templating.limits import TemplateSettings
 from luthier.writing import counted
 
@@ -63,7 +29,7 @@ OF_STRUCTURE = (Check.BRANCHES, Check.MEDIA_PLACES)  # where these fail, nothing
 OF_TURNS = (Check.PROMPT_TOKENS, Check.COMPLETION_TOKENS)
 
 
-def verify_row(row: Row, sample: Sample, encoder: RunSections) -> list[Violation]:
+def verify_row(row: records.Row, sample: records.Sample, encoder: RunSections) -> list[Violation]:
     """What is not true of a row's sample, given the run's encoder (of which only files and options are used).
 
     It loads the tokenizer anew; for many rows keep a `RowVerifier`.
@@ -93,7 +59,7 @@ class RowVerifier:
         self.server = server
         self.num_decoded = num_decoded
         self.files = ReferenceFiles.of_run(encoder)
-        self.tokenizer = ReferenceTokenizer(self.files, document_end=document_end)
+        self.tokenizer = reference_tokenizer.ReferenceTokenizer(self.files, document_end=document_end)
         self.policy = RunPolicy.of_files(self.files)
         self.kwargs = encoder.options.kwargs
         self._run = encoder
@@ -117,60 +83,64 @@ class RowVerifier:
         told = "" if self.template is None else self.template.clock_told
         return self.judge.name + (f", whose clock is set to {told}" if told else "")
 
-    def expected(self, row: Conversation | Document, policy: RunPolicy) -> ExpectedRow:
+    def expected(self, row: records.Conversation | records.Document, policy: RunPolicy) -> ExpectedRow:
         """What the row's sample should hold. Raises `RowError` if the template refuses the row."""
         match row:
-            case Conversation():
+            case records.Conversation():
                 if not media_of_messages(row.messages):
                     return expected_row(row, self._need_template(), self.tokenizer, policy)
                 return expected_row(row, self._media_template, self.tokenizer, policy, self._reader)
-            case Document():
+            case records.Document():
                 reader = self._reader if media_of(row.parts) else None
                 return expected_document(row, self.tokenizer, policy, reader)
 
-    def verify(self, row: Row, sample: Sample) -> RowVerdict:
+    def verify(self, row: records.Row, sample: records.Sample) -> RowVerdict:
         """Compare a sample with its row. Raises `RowError` if the template refuses the row."""
-        if self._run.media.long_audio is LongAudio.SPLIT and any(isinstance(one.media, Audio) for one in sample.media):
+        if self._run.media.long_audio is LongAudio.SPLIT and any(
+            isinstance(one.media, records.Audio) for one in sample.media
+        ):
             row = split_long_sounds(row, self._reader.processor, self._reader.access)
-        if self.keep_answer_within is not None and not any(tree_faults(sample)):
+        if self.keep_answer_within is not None and not any(reference_tokenizer.tree_faults(sample)):
             shorter = self._verify_shorter(row, sample, self.keep_answer_within)
             if shorter is not None:
                 return replace(shorter, notes={**shorter.notes, "shortened_rows": 1})
         match row:
-            case Conversation() if sample.for_rewards and row.messages[-1].role in ("user", "tool"):
+            case records.Conversation() if sample.for_rewards and row.messages[-1].role in ("user", "tool"):
                 return self._verify_question(row, sample)
-            case Conversation() | Document():
+            case records.Conversation() | records.Document():
                 return self._verify(row, sample, self.policy)
-            case Preference() | Feedback():
+            case records.Preference() | records.Feedback():
                 return self._verify_compared(row, sample)
-            case Tokenized():
-                return verify_given(row, sample, self.tokenizer)
+            case records.Tokenized():
+                return reference_tokenizer.verify_given(row, sample, self.tokenizer)
 
-    def _verify_shorter(self, row: Row, sample: Sample, max_length: int) -> RowVerdict | None:
+    def _verify_shorter(self, row: records.Row, sample: records.Sample, max_length: int) -> RowVerdict | None:
         """A row whose prompts had to be shortened, as what is left of it; None if it fits as it is."""
         runs = Runs(segments=sample.segments(), address=str(row.address), tokenizer=self.tokenizer, loosely=False)
         ruled = replace(self.policy, rules=(), default_system=None)
-        judge = LengthJudge(expect=lambda one: self.expected(one, ruled), max_length=max_length, runs=runs)
+        judge = token_runs.LengthJudge(expect=lambda one: self.expected(one, ruled), max_length=max_length, runs=runs)
         match row:
-            case Preference() | Feedback():
-                whole = as_rendered(Conversation(messages=row.prompt), self._need_template(), self.policy).messages
+            case records.Preference() | records.Feedback():
+                whole = as_rendered(
+                    records.Conversation(messages=row.prompt), self._need_template(), self.policy
+                ).messages
                 prompt = (*whole[: -len(row.prompt)], *row.prompt)
-                for number, one in enumerate(shorter_prompts(prompt)):
+                for number, one in enumerate(token_runs.shorter_prompts(prompt)):
                     left = replace(row, prompt=one)
                     sides = (as_conversation(left, a, self._need_template(), self.policy) for a in answers_of(row))
                     if all(map(judge.fits, sides)):
                         return self._verify_compared(left, sample) if number else None
                 return None
-            case Conversation():
+            case records.Conversation():
                 said = row_policy(row, self._need_template(), self.policy)
                 answers = sorted({*said.turns, *said.passed})
                 conversation = as_ruled(row, self._need_template(), self.policy)
-                fit = (judge.fits(only(conversation, [answer])) for answer in answers)
+                fit = (judge.fits(token_runs.only(conversation, [answer])) for answer in answers)
                 if said.everything or said.asked or all(fit):
                     return None
-                shorter, trees = judge.shorter_conversations(conversation, answers), trees_of(sample)
+                shorter, trees = judge.shorter_conversations(conversation, answers), token_runs.trees_of(sample)
                 if len(shorter) != len(trees):
-                    fault = number_fault(row, len(shorter), len(trees))
+                    fault = token_runs.number_fault(row, len(shorter), len(trees))
                     return RowVerdict(
                         method=Method.STRUCTURE_ONLY, applied=frozenset(OF_STRUCTURE), violations=(fault,)
                     )
@@ -206,9 +176,9 @@ class RowVerifier:
         assert self.template is not None, "the row has a sample, so there is a template"
         return self.template
 
-    def _verify_question(self, row: Conversation, sample: Sample) -> RowVerdict:
+    def _verify_question(self, row: records.Conversation, sample: records.Sample) -> RowVerdict:
         """A row that the model answers in the run: its prompt, of which nothing is learned."""
-        faults = list(tree_faults(sample))
+        faults = list(reference_tokenizer.tree_faults(sample))
         if faults:
             return RowVerdict(
                 method=Method.STRUCTURE_ONLY, applied=frozenset([Check.BRANCHES]), violations=tuple(faults)
@@ -217,13 +187,17 @@ class RowVerifier:
         template, reader = (self._media_template, self._reader) if has_media else (self._need_template(), None)
         expected, neutral = expected_prompt(row, template, self.tokenizer, self.policy, reader)
         ids, address = sample.input_ids, str(row.address)
-        known = [one for one in token_faults(sample, self.tokenizer) if one.check is not Check.HAS_TARGETS]
+        known = [
+            one
+            for one in reference_tokenizer.token_faults(sample, self.tokenizer)
+            if one.check is not Check.HAS_TARGETS
+        ]
         if sample.target.any():
             what = f"{int(sample.target.sum())} tokens of a prompt are learned"
             known.append(Violation(check=Check.NOTHING_SUPPLIED_TRAINED, address=address, what=what))
         if not np.array_equal(expected, ids):
             what = f"the prompt has {counted(len(ids), 'token')}, inference shows {len(expected)}"
-            at = first_difference(expected, ids)
+            at = reference_tokenizer.first_difference(expected, ids)
             known.append(Violation(check=Check.PROMPT_TOKENS, address=address, what=what, run=0, index=at))
         applied = {Check.FINITE_WEIGHTS, Check.IDS_IN_VOCABULARY, Check.BRANCHES}
         if isinstance(self.judge, HuggingFace) and neutral.method is Method.WHOLE and not has_media:
@@ -233,7 +207,7 @@ class RowVerifier:
                 what = (
                     f"apply_chat_template gives a prompt of {counted(len(wanted), 'token')}, the sample has {len(ids)}"
                 )
-                at = first_difference(wanted, ids)
+                at = reference_tokenizer.first_difference(wanted, ids)
                 known.append(Violation(check=Check.HUGGING_FACE, address=address, what=what, run=0, index=at))
         return RowVerdict(
             method=neutral.method,
@@ -242,9 +216,9 @@ class RowVerifier:
             longest_run=len(ids),
         )
 
-    def _verify_compared(self, row: Preference | Feedback, sample: Sample) -> RowVerdict:
+    def _verify_compared(self, row: records.Preference | records.Feedback, sample: records.Sample) -> RowVerdict:
         """Each continuation as an answer to the whole prompt, on the leaf that it should be."""
-        faults = list(tree_faults(sample))
+        faults = list(reference_tokenizer.tree_faults(sample))
         faults += [] if faults else comparison_faults(row, sample)
         applied = frozenset([Check.BRANCHES, Check.VERDICT, Check.NOTHING_SUPPLIED_TRAINED])
         if any(fault.check in OF_STRUCTURE for fault in faults):
@@ -253,17 +227,31 @@ class RowVerifier:
         found: list[RowVerdict] = []
         for run, (answer, leaf) in enumerate(zip(answers_of(row), sample.segments(), strict=True)):
             conversation = as_conversation(row, answer, self._need_template(), self.policy)
-            verdict = self._verify(conversation, as_sample(leaf), ruled)
+            # A leaf's run as a sample of its own.
+            verdict = self._verify(
+                conversation,
+                records.Sample(
+                    input_ids=leaf.input_ids,
+                    target=leaf.target,
+                    weight=leaf.weight,
+                    media=leaf.media,
+                    branches=(records.Branch(parent=-1, length=len(leaf)),),
+                    address=leaf.address,
+                ),
+                ruled,
+            )
             of_leaf = (replace(fault, run=run) for fault in verdict.violations)
             found.append(replace(verdict, violations=tuple(of_leaf)))
         return _together(found, faults, applied, sample)
 
-    def _verify(self, row: Conversation | Document, sample: Sample, policy: RunPolicy) -> RowVerdict:
-        faults = list(tree_faults(sample))
+    def _verify(
+        self, row: records.Conversation | records.Document, sample: records.Sample, policy: RunPolicy
+    ) -> RowVerdict:
+        faults = list(reference_tokenizer.tree_faults(sample))
         if faults:
             applied_only = frozenset([Check.BRANCHES, *(fault.check for fault in faults)])
             return RowVerdict(method=Method.STRUCTURE_ONLY, applied=applied_only, violations=tuple(faults))
-        faults += token_faults(sample, self.tokenizer)
+        faults += reference_tokenizer.token_faults(sample, self.tokenizer)
         expected = self.expected(row, policy)
         runs = Runs(
             segments=sample.segments(),
@@ -285,15 +273,15 @@ class RowVerifier:
         )
 
     def _against(
-        self, expected: ExpectedRow, sample: Sample, runs: Runs, applied: set[Check], notes: Counter[str]
+        self, expected: ExpectedRow, sample: records.Sample, runs: Runs, applied: set[Check], notes: Counter[str]
     ) -> list[Violation]:
         faults: list[Violation] = []
         train_stop = self.policy.train_stop or expected.neutral is None
-        derived = list(derived_turns(expected.asked, runs))
+        derived = list(token_runs.derived_turns(expected.asked, runs))
         faults += [turn for turn in derived if isinstance(turn, Violation)]
         turns = [*expected.turns, *(turn for turn in derived if isinstance(turn, ExpectedTurn))]
         expected = replace(expected, turns=tuple(sorted(turns, key=lambda turn: turn.message or 0)))
-        expected = replace(expected, turns=tuple(best_position(turn, runs) for turn in expected.turns))
+        expected = replace(expected, turns=tuple(token_runs.best_position(turn, runs) for turn in expected.turns))
         notes.update(_counts(expected))
         passed = {} if expected.policy is None else expected.policy.passed
         homes = [find_home(turn, runs) for turn in expected.turns]
@@ -303,13 +291,13 @@ class RowVerifier:
             applied.update(OF_TURNS)
         if any(turn.policy.learned for turn in expected.turns):
             applied.update([Check.STOP_TRAINED, Check.ANSWER_DECODES])
-        besides = asked_besides(expected, runs)
-        faults += besides_faults(expected, runs, besides)
+        besides = token_runs.asked_besides(expected, runs)
+        faults += token_runs.besides_faults(expected, runs, besides)
         if besides.masks is not None:
             applied.add(Check.NOTHING_SUPPLIED_TRAINED)
             faults += supplied_faults(expected.turns, homes, runs, besides.masks, passed)
         applied.update([Check.NO_FORGED_CONTROL, Check.DECODES])
-        faults += run_faults(expected, runs, {home.run for home in homes})
+        faults += token_runs.run_faults(expected, runs, {home.run for home in homes})
         faults += media_faults(expected.media, runs)
         if expected.media is not None:
             applied.update([Check.MEDIA_PLACES, Check.MEDIA_TOKENS])
@@ -319,18 +307,18 @@ class RowVerifier:
         if self.tokenizer.bos_id is not None:
             applied.add(Check.SINGLE_BOS)
             opening = bool(len(expected.text_ids)) and int(expected.text_ids[0]) == self.tokenizer.bos_id
-            faults += begin_faults(sample, opening, self.tokenizer)
+            faults += reference_tokenizer.begin_faults(sample, opening, self.tokenizer)
         if expected.method is Method.WHOLE and expected.turns:
             if not expected.turns[-1].is_derived:
                 applied.add(Check.WHOLE_TEXT)
-            for found in whole_text_faults(expected, homes, runs):
+            for found in token_runs.whole_text_faults(expected, homes, runs):
                 if isinstance(found, Violation):
                     faults.append(found)
                 else:
                     notes[found] += 1
             if isinstance(self.judge, HuggingFace) and expected.media is None:
                 applied.add(Check.HUGGING_FACE)
-                faults += judged_faults(self.judge, self._need_template(), expected, homes, runs)
+                faults += token_runs.judged_faults(self.judge, self._need_template(), expected, homes, runs)
         if self.server is not None and expected.neutral is not None:
             if expected.media is not None:  # how servers are given pixels is another interface
                 notes["media_not_asked"] += 1
@@ -368,7 +356,7 @@ class RowVerifier:
             notes["prompts_asked"] += 1
             ours = runs.segments[home.run].input_ids[: len(turn.prompt)]
             if not np.array_equal(served, ours):
-                index = first_difference(served, ours)
+                index = reference_tokenizer.first_difference(served, ours)
                 what = (
                     f"the server's prompt has {counted(len(served), 'token')}, training's "
                     f"{len(ours)}; token {index} differs"
@@ -402,7 +390,7 @@ def _is_drawn(number: int, first: int) -> bool:
 
 
 def _together(
-    found: Sequence[RowVerdict], faults: Sequence[Violation], applied: frozenset[Check], sample: Sample
+    found: Sequence[RowVerdict], faults: Sequence[Violation], applied: frozenset[Check], sample: records.Sample
 ) -> RowVerdict:
     """One verdict on a row from those on its continuations; what both hold (the prompt's text) is counted once."""
     notes = Counter[str]()
@@ -427,44 +415,32 @@ def _together(
 # What the prompt holds of the assistant's words is given, so nothing of it may be a target.
 
 
-ComparedRow = Preference | Feedback
+ComparedRow = records.Preference | records.Feedback
 
 
-def answers_of(row: ComparedRow) -> tuple[tuple[Message, ...], ...]:
+def answers_of(row: ComparedRow) -> tuple[tuple[records.Message, ...], ...]:
     """The continuations, in the order of the leaves that they should be."""
-    return (row.chosen, row.rejected) if isinstance(row, Preference) else (row.completion,)
+    return (row.chosen, row.rejected) if isinstance(row, records.Preference) else (row.completion,)
 
 
 def as_conversation(
-    row: ComparedRow, answer: tuple[Message, ...], template: PlainTemplate, policy: RunPolicy
-) -> Conversation:
+    row: ComparedRow, answer: tuple[records.Message, ...], template: PlainTemplate, policy: RunPolicy
+) -> records.Conversation:
     """The prompt with one continuation, the run's system message and rules applied, and the prompt taken out."""
-    whole = Conversation(
+    whole = records.Conversation(
         messages=(*row.prompt, *answer), tools=row.tools, address=row.address, rules=row.rules, weight=row.weight
     )
     added = as_rendered(whole, template, policy).messages[: -len(whole.messages)]
     ruled = ruled_conversation(replace(whole, messages=(*added, *whole.messages)), policy.rules)
     first = len(ruled.messages) - len(answer)
     messages = tuple(
-        message if index >= first and message.role == "assistant" else as_context(message)
+        message if index >= first and message.role == "assistant" else token_runs.as_context(message)
         for index, message in enumerate(ruled.messages)
     )
     return replace(ruled, messages=messages, rules=(), train_on="assistant")
 
 
-def as_sample(leaf: Segment) -> Sample:
-    """A leaf's run as a sample of its own."""
-    return Sample(
-        input_ids=leaf.input_ids,
-        target=leaf.target,
-        weight=leaf.weight,
-        media=leaf.media,
-        branches=(Branch(parent=-1, length=len(leaf)),),
-        address=leaf.address,
-    )
-
-
-def comparison_faults(row: ComparedRow, sample: Sample) -> Iterator[Violation]:
+def comparison_faults(row: ComparedRow, sample: records.Sample) -> Iterator[Violation]:
     """Whether the sample is a prompt with as many continuations as the row has, and keeps the row's verdict."""
     address, wanted = str(row.address), len(answers_of(row))
     parents, right = [branch.parent for branch in sample.branches], [-1] + [0] * wanted
@@ -480,7 +456,7 @@ def comparison_faults(row: ComparedRow, sample: Sample) -> Iterator[Violation]:
     runs = [segment.input_ids for segment in sample.segments()]
     if len(runs) == 2 and np.array_equal(runs[0], runs[1]):
         yield Violation(check=Check.BRANCHES, address=address, what="both continuations are the same tokens")
-    said = float(row.desirable) if isinstance(row, Feedback) else row.margin or 0.0
+    said = float(row.desirable) if isinstance(row, records.Feedback) else row.margin or 0.0
     if sample.verdict is None or not np.isclose(sample.verdict, said):
         what = f"the row says {said:g} (margin, or 1 for desirable), the sample {sample.verdict}"
         yield Violation(check=Check.VERDICT, address=address, what=what)

@@ -14,16 +14,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from luthier.check.show.view import RowView, show_sample
-from luthier.check.verify.findings import (
-    MAX_EXAMPLES,
-    Check,
-    CheckResult,
-    FailedRow,
-    Method,
-    RowVerdict,
-    VerifyReport,
-    Violation,
-)
+from luthier.check.verify import findings
 from luthier.check.verify.plain_template import PlainTemplate
 from luthier.check.verify.reference_tokenizer import NOT_PROVEN, learned_text, same_sample, tree_faults
 from luthier.check.verify.row import RowVerifier, answers_of
@@ -96,7 +87,7 @@ def verify(
     *,
     encoder: SampleMaker | None = None,
     on_progress: Callable[[VerifyProgress], None] | None = None,
-) -> VerifyReport:
+) -> findings.VerifyReport:
     """Verify the rows of one split. ``encoder`` is what is put to the test; by default the run's own.
 
     Raises `UserError` if there is no data, the tokenizer or template cannot be used, or the server cannot be reached.
@@ -157,7 +148,7 @@ class _CheckTally:
     rows_checked: int = 0
     rows_failed: int = 0
     violations: int = 0
-    examples: list[Violation] = field(default_factory=list)
+    examples: list[findings.Violation] = field(default_factory=list)
 
 
 class _Account:
@@ -171,10 +162,10 @@ class _Account:
         self.training = TrainingAccount(config)
         self.kwargs_use = KwargsUse(verifier.template, TemplateSettings.of(config.template.now, {}))
         self.ledger = Ledger()
-        self.tallies = {check: _CheckTally() for check in Check}
-        self.failed_rows: list[FailedRow] = []
+        self.tallies = {check: _CheckTally() for check in findings.Check}
+        self.failed_rows: list[findings.FailedRow] = []
         self.num_failed = self.num_turns = self.num_targets = self.longest_run = 0
-        self.methods: Counter[Method] = Counter()
+        self.methods: Counter[findings.Method] = Counter()
         self.control_strings: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
         self.given: list[str] = []  # what the first rows of token ids teach
@@ -203,7 +194,7 @@ class _Account:
             if stored is None:
                 return
             what = f"the store holds a sample of this row, and encoding refuses it now: {error}"
-            self._count(_verdict(Check.DETERMINISTIC, what, source_row), stored)
+            self._count(_verdict(findings.Check.DETERMINISTIC, what, source_row), stored)
             return
         self.ledger.keep()
         if (reason := self.training.keep(encoded)) is not None:
@@ -211,13 +202,13 @@ class _Account:
         self.kwargs_use.see(row)
         if wants_stored and stored is None:
             what = "the store holds no sample of this row"
-            self._count(_verdict(Check.DETERMINISTIC, what, source_row), encoded)
+            self._count(_verdict(findings.Check.DETERMINISTIC, what, source_row), encoded)
             return
         try:
             verdict = self.verifier.verify(row, encoded if stored is None else stored)
         except RowError as error:
             what = f"training has a sample of this row, and the plain template refuses it: {error}"
-            verdict = _verdict(Check.PROMPT_TOKENS, what, source_row)
+            verdict = _verdict(findings.Check.PROMPT_TOKENS, what, source_row)
         difference = same_sample(encoded, again) or (None if stored is None else same_sample(stored, encoded))
         self._count(_with_repetition(verdict, difference, source_row), encoded if stored is None else stored)
 
@@ -228,7 +219,7 @@ class _Account:
         num_rows: int | None,
         stopped_early: bool,
         seconds: float,
-    ) -> VerifyReport:
+    ) -> findings.VerifyReport:
         """All that was found."""
         warnings = self.kwargs_use.warnings
         if not self.ledger.prepared:
@@ -239,13 +230,24 @@ class _Account:
         doubt = None if stopped_early else self.training.close(num_rows=num_rows)
         warnings += [doubt] if doubt else []
         if self.given:
-            warnings.append(f"{self.methods[Method.GIVEN]:,} {NOT_PROVEN}; they teach {', '.join(self.given)}, …")
+            warnings.append(
+                f"{self.methods[findings.Method.GIVEN]:,} {NOT_PROVEN}; they teach {', '.join(self.given)}, …"
+            )
         if self.training.refusal is not None:
             warnings.append(f"training would not begin: {self.training.refusal}")
-        return VerifyReport(
+        return findings.VerifyReport(
             split=split,
             max_length=self.max_length,
-            checks=tuple(_result(check, tally) for check, tally in self.tallies.items()),
+            checks=tuple(
+                findings.CheckResult(
+                    check=check,
+                    rows_checked=tally.rows_checked,
+                    rows_failed=tally.rows_failed,
+                    violations=tally.violations,
+                    examples=tuple(tally.examples),
+                )
+                for check, tally in self.tallies.items()
+            ),
             failed_rows=tuple(self.failed_rows),
             num_failed_rows=self.num_failed,
             ledger=self.ledger,
@@ -263,9 +265,9 @@ class _Account:
             refusal=self.training.refusal,
         )
 
-    def _count(self, verdict: RowVerdict, sample: Sample) -> None:
+    def _count(self, verdict: findings.RowVerdict, sample: Sample) -> None:
         self.methods[verdict.method] += 1
-        if verdict.method is Method.GIVEN and verdict.num_turns and len(self.given) < MAX_EXAMPLES:
+        if verdict.method is findings.Method.GIVEN and verdict.num_turns and len(self.given) < findings.MAX_EXAMPLES:
             self.given.append(learned_text(sample, self.verifier.tokenizer))
         self.control_strings.update(verdict.control_strings)
         self.notes.update(verdict.notes)
@@ -279,44 +281,36 @@ class _Account:
         for violation in verdict.violations:
             tally = self.tallies[violation.check]
             tally.violations += 1
-            if len(tally.examples) < MAX_EXAMPLES:
+            if len(tally.examples) < findings.MAX_EXAMPLES:
                 tally.examples.append(violation)
         if verdict.violations:
             self.num_failed += 1
             if len(self.failed_rows) < self.num_shown:
                 address = verdict.violations[0].address
                 views = self._views(verdict, sample)
-                self.failed_rows.append(FailedRow(address=address, violations=verdict.violations, views=views))
+                self.failed_rows.append(findings.FailedRow(address=address, violations=verdict.violations, views=views))
 
-    def _views(self, verdict: RowVerdict, sample: Sample) -> tuple[RowView, ...]:
-        unknown_ids = any(violation.check is Check.IDS_IN_VOCABULARY for violation in verdict.violations)
+    def _views(self, verdict: findings.RowVerdict, sample: Sample) -> tuple[RowView, ...]:
+        unknown_ids = any(violation.check is findings.Check.IDS_IN_VOCABULARY for violation in verdict.violations)
         if unknown_ids or any(tree_faults(sample)):  # there may be no runs to show, or no text to show of them
             return ()
         tokenizer = self.reference.tokenizer
         return tuple(show_sample(sample, tokenizer, control=tokenizer.control_ids))
 
 
-def _verdict(check: Check, what: str, row: SourceRow) -> RowVerdict:
-    violation = Violation(check=check, address=str(row.address), what=what)
-    return RowVerdict(method=Method.STRUCTURE_ONLY, applied=frozenset([check]), violations=(violation,))
+def _verdict(check: findings.Check, what: str, row: SourceRow) -> findings.RowVerdict:
+    violation = findings.Violation(check=check, address=str(row.address), what=what)
+    return findings.RowVerdict(
+        method=findings.Method.STRUCTURE_ONLY, applied=frozenset([check]), violations=(violation,)
+    )
 
 
-def _with_repetition(verdict: RowVerdict, difference: str | None, row: SourceRow) -> RowVerdict:
+def _with_repetition(verdict: findings.RowVerdict, difference: str | None, row: SourceRow) -> findings.RowVerdict:
     violations = verdict.violations
     if difference is not None:
         what = f"encoding the row again gives something else: {difference}"
-        violations += (Violation(check=Check.DETERMINISTIC, address=str(row.address), what=what),)
-    return replace(verdict, applied=verdict.applied | {Check.DETERMINISTIC}, violations=violations)
-
-
-def _result(check: Check, tally: _CheckTally) -> CheckResult:
-    return CheckResult(
-        check=check,
-        rows_checked=tally.rows_checked,
-        rows_failed=tally.rows_failed,
-        violations=tally.violations,
-        examples=tuple(tally.examples),
-    )
+        violations += (findings.Violation(check=findings.Check.DETERMINISTIC, address=str(row.address), what=what),)
+    return replace(verdict, applied=verdict.applied | {findings.Check.DETERMINISTIC}, violations=violations)
 
 
 # --------------------------------------------------------------------------------------------------------------------

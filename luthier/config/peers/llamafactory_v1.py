@@ -10,15 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from luthier.config.peers.translation import (
-    OUR_SECTIONS,
-    Peer,
-    Translator,
-    beside,
-    mapping_beside,
-    names_of,
-    share_as_deepspeed,
-)
+from luthier.config.peers import translation
 from luthier.config.peers.trl_rows import columns_of, train_all_parts
 from luthier.config.tree import MappingNode, plain
 from luthier.writing import JsonObject, counted
@@ -37,10 +29,10 @@ def _is_its(tree: MappingNode) -> bool:
     """True if the tree has its ``model`` and data sets or an adapter, and no section of ours."""
     keys = set(tree.entries)
     named = "model" in keys and ("peft_config" in keys or ("train_dataset" in keys and bool(_MARKS & keys)))
-    return named and not keys & (OUR_SECTIONS - {"model"})
+    return named and not keys & (translation.OUR_SECTIONS - {"model"})
 
 
-def _section(reading: Translator, key: str) -> JsonObject:
+def _section(reading: translation.Translator, key: str) -> JsonObject:
     """A section of theirs; each key of it is read by whoever asks for it."""
     value = reading.take(key)
     if value is not None and (not isinstance(value, dict) or "name" not in value):
@@ -49,7 +41,7 @@ def _section(reading: Translator, key: str) -> JsonObject:
     return dict(value or {})
 
 
-def _rest(reading: Translator, key: str, section: JsonObject) -> None:
+def _rest(reading: translation.Translator, key: str, section: JsonObject) -> None:
     """What is left of a section is nothing that we know."""
     for name in section:
         reading.refuse(f"{key}.{name}", "Luthier has nothing for this key", "remove the line")
@@ -58,7 +50,7 @@ def _rest(reading: Translator, key: str, section: JsonObject) -> None:
 # ------------------------------------------------------------------ what is learned from what
 
 
-def _data(reading: Translator) -> None:
+def _data(reading: translation.Translator) -> None:
     adapter = reading.entries.get("peft_config")
     if isinstance(adapter, MappingNode) and "export_dir" in adapter.entries:
         reading.stop("peft_config.export_dir", "this file merges and exports a model, it trains nothing",
@@ -72,7 +64,10 @@ def _data(reading: Translator) -> None:
         return
     listed, where = {"default": {"path": str(name), "source": "local" if os.path.exists(str(name)) else "hf_hub"}}, name
     if str(name).endswith((".yaml", ".yml")):
-        listed, where = mapping_beside(reading, "train_dataset", name), beside(str(name), reading.name) or name
+        listed, where = (
+            translation.mapping_beside(reading, "train_dataset", name),
+            translation.beside(str(name), reading.name) or name,
+        )
         if not listed:
             reading.is_no_run = True
             return
@@ -86,12 +81,12 @@ def _data(reading: Translator) -> None:
         reading.set("data.train", sources, "train_dataset")
 
 
-def _source(reading: Translator, where: str, name: str, entry: Any) -> JsonObject:
+def _source(reading: translation.Translator, where: str, name: str, entry: Any) -> JsonObject:
     """One data set of their list."""
     given = dict(entry) if isinstance(entry, dict) else {}
     path = str(given.pop("path", ""))
     if given.pop("source", "hf_hub") == "local":
-        source: JsonObject = {"path": path if os.path.exists(path) else str(beside(path, where) or path)}
+        source: JsonObject = {"path": path if os.path.exists(path) else str(translation.beside(path, where) or path)}
     else:
         source = {"path": f"hub:{path}"}
     converter = given.pop("converter", None)
@@ -109,7 +104,7 @@ def _source(reading: Translator, where: str, name: str, entry: Any) -> JsonObjec
     return source
 
 
-def _objective(reading: Translator, sources: list[JsonObject]) -> None:
+def _objective(reading: translation.Translator, sources: list[JsonObject]) -> None:
     """``sft`` but for pairs, which are for ``dpo`` or ``rm``: an override says for which."""
     said = reading.take("objective")
     said = said.get("name") if isinstance(said, dict) else said
@@ -153,12 +148,12 @@ def _has_pairs(path: str) -> bool:
 # ------------------------------------------------------------------ the model
 
 
-def _model(reading: Translator) -> None:
+def _model(reading: translation.Translator) -> None:
     train_all_parts(reading, "model")
     attention = reading.take("flash_attn")
     reading.set("model.attn_implementation", str(attention), "flash_attn")
     kernels = _section(reading, "kernel_config")
-    if "liger_kernel" in names_of(kernels.get("name", "")):
+    if "liger_kernel" in translation.names_of(kernels.get("name", "")):
         reading.set("model.use_liger_kernel", True, "kernel_config")
     if kernels.keys() - {"name"} or (kernels and "model.use_liger_kernel" not in reading.origins):
         reading.passed["kernel_config"] = "kernels are chosen by model.attn_implementation and model.use_liger_kernel"
@@ -179,7 +174,7 @@ def _model(reading: Translator) -> None:
     _rest(reading, "quant_config", quantization)
 
 
-def _adapter(reading: Translator) -> None:
+def _adapter(reading: translation.Translator) -> None:
     section = _section(reading, "peft_config")
     kind = section.pop("name", "full")
     reading.defaults |= {"peft_config"} - set(reading.entries)
@@ -189,10 +184,10 @@ def _adapter(reading: Translator) -> None:
     reading.set("adapter.type", kind, "peft_config")
     section = {**reading.peer.table["defaults"].get(kind, {}), **section}
     if kind == "lora":
-        targets = names_of(section.pop("target_modules"))
+        targets = translation.names_of(section.pop("target_modules"))
         reading.set("adapter.target_modules", ["all-linear"] if targets == ["all"] else targets, "peft_config")
         if folders := section.pop("adapter_name_or_path", None):
-            *merged, last = names_of(folders)
+            *merged, last = translation.names_of(folders)
             if merged:
                 reading.refuse(
                     "peft_config.adapter_name_or_path", "its engine goes on from a single adapter", "name one"
@@ -205,7 +200,7 @@ def _adapter(reading: Translator) -> None:
         reading.refuse("peft_config.freeze_trainable_modules", "Luthier trains the whole of the last layers",
                        "write all, or name parameters in adapter.freeze_trainable_modules")  # fmt: skip
     if extra:
-        names = [f"*{name}*" for name in names_of(extra)]
+        names = [f"*{name}*" for name in translation.names_of(extra)]
         reading.set("adapter.freeze_trainable_modules", names, "peft_config.freeze_extra_modules")
     for key in (
         "r",
@@ -225,7 +220,7 @@ def _adapter(reading: Translator) -> None:
 # ------------------------------------------------------------------ the run
 
 
-def _steps(reading: Translator) -> None:
+def _steps(reading: translation.Translator) -> None:
     most, how = reading.take("cutoff_len"), str(reading.take("batching_strategy"))
     reading.set("data.max_length", most, "cutoff_len")
     reading.set("data.overflow", "keep_answer", "cutoff_len")
@@ -256,7 +251,7 @@ def _steps(reading: Translator) -> None:
     _optimizer(reading)
 
 
-def _optimizer(reading: Translator) -> None:
+def _optimizer(reading: translation.Translator) -> None:
     """AdamW at one rate throughout, where the file names nothing else."""
     reading.defaults |= {"lr_scheduler_config"} - set(reading.entries)
     schedule = _section(reading, "lr_scheduler_config")
@@ -281,12 +276,12 @@ def _optimizer(reading: Translator) -> None:
         reading.set("train.optim_args", section, "optim_config")
 
 
-def _devices(reading: Translator) -> None:
+def _devices(reading: translation.Translator) -> None:
     section = _section(reading, "dist_config")
     name, quantized = section.get("name"), "model.quantization.type" in reading.origins
     optimizer: Any = plain(reading.tree)["train"]["optim"]  # type: ignore[index]
     if name == "deepspeed":
-        share_as_deepspeed(reading, section.get("config_file"))
+        translation.share_as_deepspeed(reading, section.get("config_file"))
     elif quantized or optimizer == "muon":
         what = "quantized weights are" if quantized else "muon updates whole matrices: the model is"
         reading.told.append(f"dist_config: {what} whole on each device, not divided between several")
@@ -307,7 +302,7 @@ def _devices(reading: Translator) -> None:
         reading.set("runtime.rank_timeout", seconds, "dist_timeout")
 
 
-def _folder(reading: Translator) -> None:
+def _folder(reading: translation.Translator) -> None:
     steps, epochs, start = (reading.take(key) for key in ("save_steps", "save_epochs", "resume_from_checkpoint"))
     reading.defaults |= {"save_steps", "resume_from_checkpoint", "save_total_limit"} - set(reading.entries)
     reading.set("output.save_strategy", "steps" if steps else "epoch" if epochs else "no", "save_steps")
@@ -324,7 +319,7 @@ def _folder(reading: Translator) -> None:
         reading.set("output.dir", str(Path(str(reading.take("output_dir")))), "output_dir")
 
 
-LLAMA_FACTORY_V1 = Peer(
+LLAMA_FACTORY_V1 = translation.Peer(
     name="LLaMA-Factory's v1 engine",
     file="llamafactory_v1.toml",
     is_its=_is_its,

@@ -14,15 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from luthier.config.peers.translation import (
-    OUR_SECTIONS,
-    Peer,
-    Translator,
-    config_in_cache,
-    config_of,
-    names_of,
-    share_as_deepspeed,
-)
+from luthier.config.peers import translation
 from luthier.config.peers.trl_rows import columns_of
 from luthier.config.tree import MappingNode
 from luthier.writing import counted
@@ -41,10 +33,10 @@ _HUBS = ("HF::", "MS::")
 def _is_its(tree: MappingNode) -> bool:
     """True if the tree names model and data sets as ms-swift does, and has no section of ours."""
     keys = set(tree.entries)
-    return {"model", "dataset"} <= keys and bool(_MARKS & keys) and not keys & (OUR_SECTIONS - {"model"})
+    return {"model", "dataset"} <= keys and bool(_MARKS & keys) and not keys & (translation.OUR_SECTIONS - {"model"})
 
 
-def _purpose(reading: Translator) -> None:
+def _purpose(reading: translation.Translator) -> None:
     """What is learned. What learns from answers that are drawn in the run is not translated."""
     reading.fill_in("defaults")
     said, kind = reading.take("objective"), _kind(reading)
@@ -62,14 +54,14 @@ def _purpose(reading: Translator) -> None:
             reading.told.append("objective.name: sft; for a file of swift pt, add objective.name=pt to the command")
 
 
-def _kind(reading: Translator) -> str | None:
+def _kind(reading: translation.Translator) -> str | None:
     kind = reading.take("rlhf_type")
     return None if kind is None else str(kind)
 
 
-def _objective(reading: Translator) -> None:
+def _objective(reading: translation.Translator) -> None:
     """The loss and its numbers."""
-    kind, losses = _kind(reading), names_of(reading.take("loss_type") or [])
+    kind, losses = _kind(reading), translation.names_of(reading.take("loss_type") or [])
     beta, smooth = reading.take("beta"), reading.take("label_smoothing")
     numbers = {key: reading.take(key) for key in ("rpo_alpha", "cpo_alpha", "simpo_gamma", "desirable_weight",
                                                   "undesirable_weight", "ref_model", "ref_adapters")}  # fmt: skip
@@ -109,7 +101,7 @@ def _objective(reading: Translator) -> None:
 # ------------------------------------------------------------------ rows
 
 
-def _data(reading: Translator) -> None:
+def _data(reading: translation.Translator) -> None:
     for key, ours in (("dataset", "data.train"), ("val_dataset", "data.eval")):
         listed = reading.take(key)
         listed = [listed] if isinstance(listed, str) else listed
@@ -129,7 +121,10 @@ def _data(reading: Translator) -> None:
         reading.set("data.mixture.by", "rows", "interleave_prob")
         ends = {"all_exhausted": "all"}.get(str(reading.take("stopping_strategy")), "first")
         reading.set("data.mixture.stop", ends, "stopping_strategy")
-        weights, count = shares if isinstance(shares, list) else [shares], len(names_of(reading.take("dataset")))
+        weights, count = (
+            shares if isinstance(shares, list) else [shares],
+            len(translation.names_of(reading.take("dataset"))),
+        )
         if len(weights) != count:
             what = f"these are {counted(len(weights), 'share')} of {counted(count, 'data set')}"
             reading.refuse("interleave_prob", what, "give one number for each")
@@ -141,7 +136,7 @@ def _data(reading: Translator) -> None:
         reading.told.append("dataset_shuffle: every epoch has an order of its own, which runtime.seed fixes")
 
 
-def _source(reading: Translator, key: str, index: int, text: str) -> dict[str, object] | None:
+def _source(reading: translation.Translator, key: str, index: int, text: str) -> dict[str, object] | None:
     """``ID_OR_PATH:SUBSET#COUNT``, of which the last two may be left out."""
     at = key if isinstance(reading.take(key), str) else f"{key}[{index}]"
     from_hf = text.startswith("HF::") or (reading.flag("use_hf") and not text.startswith("MS::"))
@@ -163,7 +158,7 @@ def _source(reading: Translator, key: str, index: int, text: str) -> dict[str, o
     return {"path": f"{'hub' if from_hf else 'modelscope'}:{name}", **source}
 
 
-def _laid_out(reading: Translator, at: str, names: Collection[str]) -> dict[str, object]:
+def _laid_out(reading: translation.Translator, at: str, names: Collection[str]) -> dict[str, object]:
     """Local rows in the columns that ms-swift alone uses."""
     is_pair = "rejected_response" in names and _kind(reading) is not None
     if is_pair and "messages" in names:
@@ -177,7 +172,7 @@ def _laid_out(reading: Translator, at: str, names: Collection[str]) -> dict[str,
     return {"format": "alpaca", "columns": {"prompt": "query", "response": "response"}}
 
 
-def _columns(reading: Translator) -> dict[str, str]:
+def _columns(reading: translation.Translator) -> dict[str, str]:
     """Theirs say what a column is, ours which column is it."""
     said = reading.take("columns")
     try:
@@ -195,7 +190,7 @@ def _columns(reading: Translator) -> dict[str, str]:
     return {_COLUMNS[name]: str(column) for column, name in named.items() if name in _COLUMNS}
 
 
-def _template(reading: Translator) -> None:
+def _template(reading: translation.Translator) -> None:
     if reading.take("template") is not None:
         reading.told.append(
             "template: the model's own chat template is used, not one that ms-swift has under this name"
@@ -204,7 +199,7 @@ def _template(reading: Translator) -> None:
         file = Path(str(system))
         text = file.read_text(encoding="utf-8") if file.suffix == ".txt" and file.is_file() else str(system)
         reading.set("template.default_system", text.replace("\\n", "\n"), "system")
-    scales = names_of(str(reading.take("loss_scale") or "default").replace("+", ","))
+    scales = translation.names_of(str(reading.take("loss_scale") or "default").replace("+", ","))
     ways = {"last_round": "last_assistant", "all": "all"}
     for scale in scales:
         if scale in ways and reading.take("rlhf_type") is None:
@@ -221,9 +216,9 @@ def _template(reading: Translator) -> None:
                            "objective.name=pt to the command if the rows are plain text")  # fmt: skip
 
 
-def _lengths(reading: Translator) -> None:
+def _lengths(reading: translation.Translator) -> None:
     model, asked = str(reading.take("model")), reading.take("max_length")
-    config = config_of(model) or config_in_cache(model)
+    config = translation.config_of(model) or translation.config_in_cache(model)
     most = asked or config.get("text_config", config).get("max_position_embeddings")
     if most is None:
         reading.told.append("max_length: 4,096 tokens, Luthier's default; ms-swift has the model's own limit")
@@ -250,7 +245,7 @@ def _lengths(reading: Translator) -> None:
 # ------------------------------------------------------------------ the model and what is trained of it
 
 
-def _model(reading: Translator) -> None:
+def _model(reading: translation.Translator) -> None:
     model, is_hf = str(reading.take("model")), reading.flag("use_hf")
     reading.set("model.name_or_path", model, "model")
     is_here = Path(model).expanduser().exists() or model.startswith("preset:")
@@ -279,7 +274,7 @@ def _model(reading: Translator) -> None:
     _quantization(reading)
 
 
-def _quantization(reading: Translator) -> None:
+def _quantization(reading: translation.Translator) -> None:
     method, bits = reading.take("quant_method"), reading.take("quant_bits")
     four, double = reading.take("bnb_4bit_quant_type"), reading.take("bnb_4bit_use_double_quant")
     if method is None and bits is None:
@@ -293,8 +288,8 @@ def _quantization(reading: Translator) -> None:
         reading.set("model.quantization.double_quantization", double is not False, "quant_bits")
 
 
-def _adapter(reading: Translator) -> None:
-    kind, path = str(reading.take("tuner_type")), names_of(reading.take("adapters") or [])
+def _adapter(reading: translation.Translator) -> None:
+    kind, path = str(reading.take("tuner_type")), translation.names_of(reading.take("adapters") or [])
     ours = {"full": "full", "lora": "lora", "vera": "vera", "llamapro": "llama_pro"}
     if kind not in ours:
         reading.refuse("tuner_type", f"{kind} is not there", f"write one of {', '.join(ours)}")
@@ -308,7 +303,7 @@ def _adapter(reading: Translator) -> None:
         parts = {"freeze_llm": "language_model", "freeze_aligner": "projector", "freeze_vit": "tower"}
         kept = [parts[key] for key in parts if not (usual[key] if frozen[key] is None else frozen[key])]
         reading.set("adapter.train_parts", kept, next(key for key in frozen if key in reading.entries))
-    names, pattern = names_of(reading.take("target_modules") or []), reading.take("target_regex")
+    names, pattern = translation.names_of(reading.take("target_modules") or []), reading.take("target_regex")
     rank, blocks, start = (reading.take(key) for key in ("vera_rank", "llamapro_num_new_blocks", "init_weights"))
     if kind in ("lora", "vera"):
         wanted = [f"regex:{pattern}"] if pattern else names
@@ -333,7 +328,7 @@ def _adapter(reading: Translator) -> None:
 # ------------------------------------------------------------------ the run
 
 
-def _schedule(reading: Translator) -> None:
+def _schedule(reading: translation.Translator) -> None:
     rate, turns = reading.take("learning_rate"), reading.take("gradient_accumulation_steps")
     rows, world = reading.take("per_device_train_batch_size"), int(os.environ.get("WORLD_SIZE", "1"))
     reading.read.discard("per_device_train_batch_size")
@@ -352,13 +347,13 @@ def _schedule(reading: Translator) -> None:
         reading.copy(f"train.learning_rates.{part}", key)
 
 
-def _run(reading: Translator) -> None:
+def _run(reading: translation.Translator) -> None:
     """Devices, checkpoints, evaluation and trackers."""
     shared = reading.take("deepspeed")
     if isinstance(shared, str) and shared.removesuffix("_offload") in ("zero0", "zero1", "zero2", "zero3"):
         shared = {"zero_optimization": {"stage": int(shared[4])}}
     if shared:
-        share_as_deepspeed(reading, shared)
+        translation.share_as_deepspeed(reading, shared)
     if reading.take("fsdp"):
         reading.set("runtime.sharding", "fsdp", "fsdp")
     reading.set("output.dir", str(reading.take("output_dir")), "output_dir")
@@ -376,12 +371,14 @@ def _run(reading: Translator) -> None:
         reading.set("eval.strategy", when, "eval_strategy" if "eval_strategy" in reading.entries else "save_strategy")
         if when == "steps":
             reading.set("eval.steps", steps or every, "eval_steps" if steps else "save_steps")
-    trackers = [name for name in names_of(reading.take("report_to") or []) if name.lower() not in ("none", "all")]
+    trackers = [
+        name for name in translation.names_of(reading.take("report_to") or []) if name.lower() not in ("none", "all")
+    ]
     reading.set("tracking.report_to", trackers, "report_to")
     reading.copy("tracking.run_name", "swanlab_exp_name", str)
 
 
-SWIFT = Peer(
+SWIFT = translation.Peer(
     name="ms-swift",
     file="swift.toml",
     is_its=_is_its,

@@ -11,16 +11,8 @@ import os
 from collections.abc import Mapping
 
 from luthier.config.objective import losses_of
+from luthier.config.peers import translation
 from luthier.config.peers.drawn import DEFAULTS, DrawnAnswers
-from luthier.config.peers.translation import (
-    OUR_SECTIONS,
-    Peer,
-    Translator,
-    config_of,
-    mapping_beside,
-    names_of,
-    read_sharing,
-)
 from luthier.config.peers.trl_rows import evaluates, first_rows, objective_of, read_data, read_lessons, train_all_parts
 from luthier.config.tree import MappingNode, plain
 from luthier.writing import JsonObject, counted
@@ -38,19 +30,19 @@ def _is_its(tree: MappingNode) -> bool:
     """True if the tree names data sets as TRL does, and has no key that marks another tool."""
     keys = set(tree.entries)
     named = "dataset_name" in keys or {"model_name_or_path", "datasets"} <= keys
-    return named and not keys & (_FOREIGN | OUR_SECTIONS)
+    return named and not keys & (_FOREIGN | translation.OUR_SECTIONS)
 
 
 # ------------------------------------------------------------------ which of TRL's commands a file is for
 
 
-def _keys(reading: Translator) -> None:
+def _keys(reading: translation.Translator) -> None:
     """A model, which TRL's commands need as well."""
     if reading.entries.get("model_name_or_path") is None:
         reading.stop("model_name_or_path", "no model is named", "add model_name_or_path=NAME to the command")
 
 
-def _command(reading: Translator) -> None:
+def _command(reading: translation.Translator) -> None:
     """Find the command; a file that could be for several is asked about."""
     said = reading.take("objective")
     said = said.get("name") if isinstance(said, dict) else said
@@ -74,7 +66,7 @@ def _command(reading: Translator) -> None:
     reading.set("objective.name", "pt" if said == "pt" else _COMMANDS[command], "objective.name")
 
 
-def _drawn_command(reading: Translator, said: str | None) -> str | None:
+def _drawn_command(reading: translation.Translator, said: str | None) -> str | None:
     """``grpo`` or ``rloo``, for a file of these commands; None for one of the others."""
     table = reading.peer.table
     shared = {key for keys in (*table["commands"].values(), *table["passed"].values()) for key in keys}
@@ -101,7 +93,7 @@ def _drawn_command(reading: Translator, said: str | None) -> str | None:
     return None
 
 
-def _checked(reading: Translator, said: str) -> str | None:
+def _checked(reading: translation.Translator, said: str) -> str | None:
     """The command that an override names; None, and a problem, where it cannot be that one."""
     command = {"pt": "sft", "rm": "reward"}.get(said, said)
     if command not in _COMMANDS:
@@ -115,7 +107,7 @@ def _checked(reading: Translator, said: str) -> str | None:
     return command if not reading.is_no_run else None
 
 
-def _inferred(reading: Translator) -> str | None:
+def _inferred(reading: translation.Translator) -> str | None:
     """The command that the keys and the rows leave, if they leave one; else it is asked for."""
     left = tuple(_COMMANDS)
     before = ""
@@ -145,7 +137,7 @@ def _all_of(commands: tuple[str, ...]) -> str:
     return " or ".join(f"trl {command}" for command in commands)
 
 
-def _owners(reading: Translator) -> Mapping[str, tuple[str, ...]]:
+def _owners(reading: translation.Translator) -> Mapping[str, tuple[str, ...]]:
     """Keys of the file that only some commands have -> those commands."""
     table = reading.peer.table["commands"]
     of_key = {key: tuple(commands.split()) for commands, keys in table.items() for key in keys}
@@ -157,8 +149,8 @@ def _owners(reading: Translator) -> Mapping[str, tuple[str, ...]]:
     return owners
 
 
-def _of_loss(reading: Translator) -> tuple[str, ...]:
-    names = {name.removeprefix("chunked_") for name in names_of(plain(reading.entries["loss_type"]))}
+def _of_loss(reading: translation.Translator) -> tuple[str, ...]:
+    names = {name.removeprefix("chunked_") for name in translation.names_of(plain(reading.entries["loss_type"]))}
     known = {
         command: {*losses_of(_COMMANDS[command]), *({"nll"} if command == "sft" else {"sft"})} for command in _COMMANDS
     }
@@ -168,7 +160,7 @@ def _of_loss(reading: Translator) -> tuple[str, ...]:
 # ------------------------------------------------------------------ what is minimised
 
 
-def _losses(reading: Translator) -> None:
+def _losses(reading: translation.Translator) -> None:
     objective = objective_of(reading)
     smooth = reading.take("label_smoothing_factor")
     if objective in ("sft", "pt"):
@@ -196,7 +188,7 @@ def _losses(reading: Translator) -> None:
             reading.take("lora_dropout")
 
 
-def _answers(reading: Translator) -> None:
+def _answers(reading: translation.Translator) -> None:
     """Settings of ``trl grpo`` and ``rloo``, where rows of a batch are answers."""
     table, found = reading.peer.table["on_policy"], plain(reading.tree)
     is_rloo = isinstance(found, dict) and found["objective"]["loss"] == "rloo"
@@ -212,12 +204,12 @@ def _answers(reading: Translator) -> None:
     reading.read |= {"precompute_ref_log_probs", "max_prompt_length"}
 
 
-def _dpo(reading: Translator) -> None:
-    names, given = names_of(reading.take("loss_type") or "sigmoid"), reading.take("loss_weights")
+def _dpo(reading: translation.Translator) -> None:
+    names, given = translation.names_of(reading.take("loss_type") or "sigmoid"), reading.take("loss_weights")
     if not given:
         reading.defaults |= {"loss_weights"} - set(reading.entries)
     try:
-        weights = [float(weight) for weight in names_of(given)] if given else [1.0] * len(names)
+        weights = [float(weight) for weight in translation.names_of(given)] if given else [1.0] * len(names)
     except ValueError:
         weights = []
     if len(weights) != len(names):
@@ -249,7 +241,7 @@ def _dpo(reading: Translator) -> None:
     reading.switch("objective.reference.source", "none", "reference_free")
 
 
-def _divergence(reading: Translator, loss: str) -> None:
+def _divergence(reading: translation.Translator, loss: str) -> None:
     """Settings of DPO that are losses of their own here, and numbers that this loss alone reads."""
     kind, alpha = str(reading.take("f_divergence_type") or "reverse_kl"), reading.take("f_alpha_divergence_coef")
     if kind != "reverse_kl" and loss == "sigmoid":
@@ -272,7 +264,7 @@ def _divergence(reading: Translator, loss: str) -> None:
 # ------------------------------------------------------------------ the model
 
 
-def _model(reading: Translator) -> None:
+def _model(reading: translation.Translator) -> None:
     """Weights, attention and quantization; ``model_init_kwargs`` wins over the keys beside it, as in TRL."""
     train_all_parts(reading, "model_name_or_path")
     inside = _mapping(reading, "model_init_kwargs")
@@ -314,7 +306,7 @@ def _model(reading: Translator) -> None:
         reading.set("model.quantization.type", "int8", "load_in_8bit")
 
 
-def _mapping(reading: Translator, key: str) -> JsonObject:
+def _mapping(reading: translation.Translator, key: str) -> JsonObject:
     """A mapping, or the JSON text of one, as TRL takes both."""
     value = reading.take(key)
     if isinstance(value, str):
@@ -328,7 +320,7 @@ def _mapping(reading: Translator, key: str) -> JsonObject:
     return dict(value) if isinstance(value, dict) else {}
 
 
-def _adapter(reading: Translator) -> None:
+def _adapter(reading: translation.Translator) -> None:
     keys = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters",
             "lora_modules_to_save", "use_rslora", "use_dora")  # fmt: skip
     if not reading.flag("use_peft"):
@@ -342,15 +334,15 @@ def _adapter(reading: Translator) -> None:
     if targets is None and reading.take("lora_target_parameters") is None:
         reading.defaults.add("lora_target_modules")
     if targets is None:
-        model_type = str(config_of(str(plain(reading.entries["model_name_or_path"]))).get("model_type"))
+        model_type = str(translation.config_of(str(plain(reading.entries["model_name_or_path"]))).get("model_type"))
         table: Mapping[str, list[str]] = reading.peer.table["peft_targets"]
         targets = next((names for names, kinds in table.items() if model_type in kinds), "q_proj v_proj").split()
         reading.told.append(
             f"lora_target_modules: {', '.join(targets)}, PEFT's choice where none is named; all-linear learns more"
         )
-    reading.set("adapter.target_modules", names_of(targets), "lora_target_modules")
+    reading.set("adapter.target_modules", translation.names_of(targets), "lora_target_modules")
     reading.read.discard("lora_target_parameters")
-    reading.copy("adapter.modules_to_save", "lora_modules_to_save", names_of)
+    reading.copy("adapter.modules_to_save", "lora_modules_to_save", translation.names_of)
     if "adapter.lora_dropout" not in reading.origins:
         reading.set("adapter.lora_dropout", reading.take("lora_dropout"), "lora_dropout")
 
@@ -358,7 +350,7 @@ def _adapter(reading: Translator) -> None:
 # ------------------------------------------------------------------ the run
 
 
-def _memory(reading: Translator) -> None:
+def _memory(reading: translation.Translator) -> None:
     if reading.take("bf16") is False and not reading.flag("fp16"):
         reading.set("train.precision", "fp32", "bf16")
     for key in ("fp16", "bf16"):
@@ -376,7 +368,7 @@ def _memory(reading: Translator) -> None:
             reading.set("train.offload", ["activations"], "activation_offloading")
 
 
-def _schedule(reading: Translator) -> None:
+def _schedule(reading: translation.Translator) -> None:
     if settings := _mapping(reading, "lr_scheduler_kwargs"):
         reading.set("train.lr_scheduler_kwargs", settings, "lr_scheduler_kwargs")
     share, steps = reading.take("warmup_ratio"), reading.take("warmup_steps")
@@ -391,11 +383,11 @@ def _schedule(reading: Translator) -> None:
     reading.set("tracking.logging_steps", every, "logging_steps")
 
 
-def _devices(reading: Translator) -> None:
+def _devices(reading: translation.Translator) -> None:
     """How several processes share the model. Luthier is started by torchrun, which says how many there are."""
     if (launch := reading.take("accelerate_config")) is not None:
         reading.set("runtime.sharding", "fsdp" if _shares(reading, launch) else "none", "accelerate_config")
-    read_sharing(reading)
+    translation.read_sharing(reading)
     processes, started = reading.take("num_processes"), os.environ.get("WORLD_SIZE", "1")
     if processes is not None and str(processes) != started:
         reading.told.append(f"num_processes: this is {started} of {processes}; start them all by torchrun "
@@ -403,19 +395,19 @@ def _devices(reading: Translator) -> None:
     reading.copy("runtime.rank_timeout", "ddp_timeout")
 
 
-def _shares(reading: Translator, launch: object) -> bool:
+def _shares(reading: translation.Translator, launch: object) -> bool:
     """Whether a profile of accelerate's, or a file of it, gives each process a share of the model."""
     known = {"fsdp1": True, "fsdp2": True, "zero1": True, "zero2": True, "zero3": True}
     profile = {**known, "multi_gpu": False, "single_gpu": False}.get(str(launch))
     if profile is not None:
         return profile
-    settings = mapping_beside(reading, "accelerate_config", launch)
+    settings = translation.mapping_beside(reading, "accelerate_config", launch)
     zero = settings.get("deepspeed_config")
     divides = isinstance(zero, dict) and bool(zero.get("zero_stage"))
     return divides or str(settings.get("distributed_type")).upper() == "FSDP"
 
 
-def _folder(reading: Translator) -> None:
+def _folder(reading: translation.Translator) -> None:
     start = reading.take("resume_from_checkpoint")
     is_asked = start in (True, "true", "True")
     reading.defaults |= {"resume_from_checkpoint"} - set(reading.entries)
@@ -426,7 +418,7 @@ def _folder(reading: Translator) -> None:
         reading.defaults.add("save_total_limit")
         reading.set("output.save_total_limit", None, "save_total_limit")
     if (trackers := reading.take("report_to")) is not None:
-        names = [name for name in names_of(trackers) if name.lower() not in ("none", "all")]
+        names = [name for name in translation.names_of(trackers) if name.lower() not in ("none", "all")]
         reading.set("tracking.report_to", names, "report_to")
     variables = _mapping(reading, "env")
     unset = {name: value for name, value in variables.items() if os.environ.get(str(name)) != str(value)}
@@ -435,7 +427,7 @@ def _folder(reading: Translator) -> None:
         reading.told.append(f"env: variables of the environment are not set by a file; write {said} before the command")
 
 
-def _evaluation(reading: Translator) -> None:
+def _evaluation(reading: translation.Translator) -> None:
     steps, size, metric = (
         reading.take("eval_steps"),
         reading.take("per_device_eval_batch_size"),
@@ -460,7 +452,7 @@ def _evaluation(reading: Translator) -> None:
         reading.set("eval.metric_for_best_model", ours.get(short, short), "metric_for_best_model")
 
 
-TRL = Peer(
+TRL = translation.Peer(
     name="TRL",
     file="trl.toml",
     is_its=_is_its,

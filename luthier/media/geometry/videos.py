@@ -63,7 +63,8 @@ def _indices(settings: Settings, header: VideoHeader) -> Any:
     limit = options.get("num_frames") or options.get("max_frames")
     if limit is None or len(indices) == limit or (len(indices) < limit and not settings.stacked):
         return indices
-    spread = _spread(len(indices), limit)
+    # ``limit`` of ``length`` positions, evenly: 5 of 9 -> 0, 2, 4, 6, 8; 4 of 2 -> 0, 0, 1, 1.
+    spread = np.linspace(0, len(indices) - 1, limit).round().astype(np.int64)
     return [indices[place] for place in spread] if isinstance(indices, list) else indices[spread]
 
 
@@ -95,11 +96,6 @@ def _sample(settings: Settings, header: VideoHeader, rate: float | None) -> obje
         return indices
     # too short for one frame at this rate, or for one pair of frames: the middle, as often as a patch is deep
     return [total // 2] * (arguments.get("temporal_patch_size") or 1)
-
-
-def _spread(length: int, limit: int) -> NDArray[np.int64]:
-    """``limit`` of ``length`` positions, evenly: 5 of 9 -> 0, 2, 4, 6, 8; 4 of 2 -> 0, 0, 1, 1."""
-    return np.linspace(0, length - 1, limit).round().astype(np.int64)
 
 
 _NOT_OF_SAMPLING = frozenset({"do_sample_frames", "video_metadata", "return_metadata", "return_tensors", "device"})
@@ -212,7 +208,11 @@ def fixed_frames(settings: Settings, headers: Sequence[VideoHeader]) -> Measured
     """Frames of the size in the settings (LLaVA, InternVL): ``pixel_values_videos``, N of [F, 3, H, W] with no data."""
     size = settings["crop_size"] if settings["do_center_crop"] else settings["size"]
     height, width = size["height"], size["width"]
-    return {"pixel_values_videos": [_no_pixels(_count(settings, header), height, width) for header in headers]}
+    return {
+        "pixel_values_videos": [
+            np.broadcast_to(np.float32(0), (_count(settings, header), 3, height, width)) for header in headers
+        ]
+    }
 
 
 def padded_frames(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
@@ -366,10 +366,6 @@ def _count(settings: Settings, header: VideoHeader) -> int:
 
 def _rows(grids: Sequence[tuple[int, int, int]]) -> NDArray[np.int64]:
     return np.array(grids, dtype=np.int64).reshape(-1, 3)
-
-
-def _no_pixels(frames: int, height: int, width: int) -> NDArray[np.float32]:
-    return np.broadcast_to(np.float32(0), (frames, 3, height, width))
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -361,15 +361,11 @@ def _padded(arrays: list[NDArray[np.generic]], axis: int, pad: float | tuple[flo
             padded.append(array)
             continue
         full = np.empty(shape, dtype=array.dtype)
-        full[...] = pad if isinstance(pad, float | int) else _repeated(pad, shape[-1])
+        # (1, 0) for 4 -> 1, 0, 0, 0.
+        full[...] = pad if isinstance(pad, float | int) else [*pad, *[pad[-1]] * (shape[-1] - len(pad))]
         full[tuple(slice(size) for size in array.shape)] = array
         padded.append(full)
     return padded
-
-
-def _repeated(pad: tuple[float, ...], length: int) -> list[float]:
-    """(1, 0) for 4 -> 1, 0, 0, 0"""
-    return [*pad, *[pad[-1]] * (length - len(pad))]
 
 
 def _check_shapes(family: Family, key: str, arrays: list[NDArray[np.generic]], axis: int) -> None:

@@ -37,18 +37,7 @@ from luthier.media.families.family import (
 from luthier.media.families.rules import expert_kinds
 from luthier.media.families.table import family_of
 from luthier.media.files.decoding import DecodedAudio, DecodedImage
-from luthier.media.processors.calling import (
-    AreaLimits,
-    ProcessorKwargs,
-    area_limits,
-    as_arrays,
-    call_options,
-    check_expansion,
-    check_strings,
-    limited,
-    media_arguments,
-    refused_rows,
-)
+from luthier.media.processors import calling
 from luthier.media.processors.expansion import kind_of, write
 from luthier.records import AudioHeader, ImageHeader, MediaHeader
 
@@ -72,7 +61,11 @@ class MediaProcessor:
     """
 
     def __init__(
-        self, processor: Processor, family: Family, call: ProcessorKwargs, limits: AreaLimits | None = None
+        self,
+        processor: Processor,
+        family: Family,
+        call: calling.ProcessorKwargs,
+        limits: calling.AreaLimits | None = None,
     ) -> None:
         self.processor = processor
         self.family = family
@@ -138,7 +131,9 @@ class MediaProcessor:
             for kind, (names, kwargs) in PARTS.items()
             if (part := part_of(processor, names)) is not None
         }
-        return cls(processor, family, call_options(parts, family, options), area_limits(family, options))
+        return cls(
+            processor, family, calling.call_options(parts, family, options), calling.area_limits(family, options)
+        )
 
     def placeholder(self, kind: str) -> str:
         """The token that chat templates print for an item; raises `RowError` if the model takes none of this kind."""
@@ -281,30 +276,30 @@ class MediaProcessor:
         if self._plain_call and all(isinstance(item, DecodedImage) for _, item in items):
             settings = self._settings[MediaKind.IMAGE]
             if output is None:
-                with refused_rows():
+                with calling.refused_rows():
                     output, written = process_pictures(settings, pictures_of(items, self._limits))
             else:
                 written = written_strings(settings, output, len(items))
-            check_strings(self.processor, planned, written)
-            return as_arrays(self.family, output)
+            calling.check_strings(self.processor, planned, written)
+            return calling.as_arrays(self.family, output)
         if sounds is not None and len(sounds.strings) == len(items):
-            check_strings(self.processor, planned, sounds.strings)
-            return as_arrays(self.family, sounds.outputs)
+            calling.check_strings(self.processor, planned, sounds.strings)
+            return calling.as_arrays(self.family, sounds.outputs)
         text = "\n".join(self._in_call(kind_of(header)) for header in headers)
         output = self.run(text, items)
-        check_expansion(self.processor, planned, output)
-        return as_arrays(self.family, output if sounds is None else {**output, **sounds.outputs})
+        calling.check_expansion(self.processor, planned, output)
+        return calling.as_arrays(self.family, output if sounds is None else {**output, **sounds.outputs})
 
     def run(self, text: str, items: Sequence[tuple[MediaHeader, Decoded]]) -> Outputs:
         """The processor itself on one text and its media, with this run's options; outputs as it names them."""
         if self._limits is not None:
-            items = [(self._limited(header), limited(item, self._limits)) for header, item in items]
-        arguments = media_arguments(items, self._settings, self._call)
+            items = [(self._limited(header), calling.limited(item, self._limits)) for header, item in items]
+        arguments = calling.media_arguments(items, self._settings, self._call)
         messages = logging.getLogger("transformers")
         level = messages.level
         messages.setLevel(logging.ERROR)  # it would advise on every call
         try:
-            with refused_rows(), warnings.catch_warnings():
+            with calling.refused_rows(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # some classes put tensors into numpy's functions
                 if self.family.call is not None:
                     return dict(self.family.call(self.processor, text, arguments))
@@ -427,7 +422,7 @@ def heard_together(
         return unknown
     processor = settings.processor
     try:
-        with refused_rows():
+        with calling.refused_rows():
             made, strings = processor._process_audio(together, **{**settings.kwargs, "return_tensors": "pt"})
     except RowError:  # whose fault it is will be found one by one
         return unknown
@@ -459,7 +454,9 @@ def has_plain_call(processor: Processor, family: Family) -> bool:
     return type(processor).__call__ is ProcessorMixin.__call__ and alone and own_rule
 
 
-def pictures_of(items: Sequence[tuple[MediaHeader, Decoded]], limits: AreaLimits | None) -> list[PIL.Image.Image]:
+def pictures_of(
+    items: Sequence[tuple[MediaHeader, Decoded]], limits: calling.AreaLimits | None
+) -> list[PIL.Image.Image]:
     """The pictures among the items, within the limits."""
     pictures = [item.pixels for _, item in items if isinstance(item, DecodedImage)]
     return pictures if limits is None else [limits.picture(picture) for picture in pictures]
@@ -469,7 +466,7 @@ def quick_outputs(
     settings: Settings | None,
     rule: Rule | None,
     samples: Sequence[Sequence[tuple[MediaHeader, Decoded]]],
-    limits: AreaLimits | None,
+    limits: calling.AreaLimits | None,
 ) -> Sequence[Measured | None]:
     """What `Rule.quick` makes of each sample; None for each where it does not apply, or one of them breaks it."""
     unknown = [None] * len(samples)
@@ -477,7 +474,7 @@ def quick_outputs(
     if settings is None or rule is None or rule.quick is None or list(map(len, pictures)) != list(map(len, samples)):
         return unknown
     try:
-        with refused_rows():
+        with calling.refused_rows():
             return rule.quick(settings, pictures) or unknown
     except RowError:  # whose fault it is will be found one by one
         return unknown

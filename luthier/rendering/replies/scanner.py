@@ -9,8 +9,20 @@ from functools import lru_cache
 from typing import Any
 
 from luthier.records import ToolCall
-from luthier.rendering.replies.arguments import WHOLE, ArgumentsWalk, as_json, inside_json
-from luthier.rendering.replies.form import JSON, SPOKEN, CallPiece, Edge, Field, ReplyDelta, ReplyForm, loaded
+from luthier.rendering.replies.form import (
+    JSON,
+    SPOKEN,
+    WHOLE,
+    ArgumentsWalk,
+    CallPiece,
+    Edge,
+    Field,
+    ReplyDelta,
+    ReplyForm,
+    as_json,
+    inside_json,
+    loaded,
+)
 from luthier.rendering.template import Tools
 
 LONGEST_NAME = 256  # characters of a tool's name, of an argument's, of the id of a call
@@ -264,7 +276,7 @@ class ReplyScanner:
         """The longest edge from the field that begins at a place."""
         rest = len(self._buffer) - place
         for edge in self._edges.get(self._state, ()):
-            if edge.begins_call and (place < self._barred or not self._may_begin(edge)):
+            if edge.begins_call and (place < self._barred or not (bool(self._schemas) or self._is_signed(edge))):
                 continue
             if edge.target is Field.END:
                 if is_final and self._ends(edge, place):
@@ -280,9 +292,6 @@ class ReplyScanner:
     def _ends(self, edge: Edge, place: int) -> bool:
         rest = self._buffer[place:]
         return rest == edge.text or (edge.source not in SPOKEN and rest.rstrip() == edge.text.rstrip())
-
-    def _may_begin(self, edge: Edge) -> bool:
-        return bool(self._schemas) or self._is_signed(edge)
 
     def _is_signed(self, edge: Edge) -> bool:
         """Whether a call is marked as one by a control token before it, or before those that it follows."""

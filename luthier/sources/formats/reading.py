@@ -29,17 +29,10 @@ from luthier.records import (
     Thinking,
     ToolCall,
 )
+from luthier.sources.formats import turns
 from luthier.sources.formats.layout import Layout
 from luthier.sources.formats.media import COLUMN_OF_KIND, FindSlots, MediaQueue, read_column
 from luthier.sources.formats.targets import read_weight
-from luthier.sources.formats.turns import (
-    check_tool_results,
-    read_message,
-    read_messages,
-    read_tools,
-    read_transcript,
-    split_thinking,
-)
 from luthier.sources.rows import RawRow, decode_text, json_kind, refuse_unreadable
 from luthier.writing import JsonObject
 
@@ -109,7 +102,7 @@ class Reading:
     def messages(self, name: str, media: MediaQueue | None = None) -> list[Message]:
         """The list of messages in our column ``name``."""
         tags, queue = self.layout.tags, media or self.media
-        return read_messages(self.column(name), field=self.field(name), tags=tags, media=queue)
+        return turns.read_messages(self.column(name), field=self.field(name), tags=tags, media=queue)
 
     def continuation(self, name: str, media: MediaQueue | None = None) -> list[Message]:
         """What an assistant says, in our column ``name``: text, one message, or a list of messages."""
@@ -118,7 +111,7 @@ class Reading:
             return self._transcript(value, media) or [self._answer(value)]
         if type(value) is dict:
             try:
-                return [read_message(value, tags=self.layout.tags, media=media)]
+                return [turns.read_message(value, tags=self.layout.tags, media=media)]
             except RowError as error:
                 raise error.inside(self.field(name)) from None
         return self.messages(name, media)
@@ -305,9 +298,9 @@ class Reading:
 
     def _close(self, *paths: Sequence[Message]) -> tuple[Mapping[str, object], ...]:
         for messages in paths:
-            check_tool_results(messages)
+            turns.check_tool_results(messages)
         self.media.finish()
-        return read_tools(self.column("tools"))
+        return turns.read_tools(self.column("tools"))
 
     def _check_answer(self, messages: Sequence[Message], field: str) -> None:
         if messages[0].role != "assistant":
@@ -315,7 +308,7 @@ class Reading:
             raise RowError("not_an_answer", detail, field=field)
 
     def _answer(self, text: str) -> Message:
-        return Message(role="assistant", parts=tuple(split_thinking(text, self.layout.tags.thinking)))
+        return Message(role="assistant", parts=tuple(turns.split_thinking(text, self.layout.tags.thinking)))
 
     def _transcript(self, text: str, media: MediaQueue) -> list[Message]:
         """The turns of a dialogue in one text; none if it is an answer, as it is wherever the row has its question."""
@@ -323,7 +316,7 @@ class Reading:
             return []
         return [
             self._answer(said) if role == "assistant" else Message(role=role, parts=tuple(media.split(said)))
-            for role, said in read_transcript(text)
+            for role, said in turns.read_transcript(text)
         ]
 
     def _no_prompt(self) -> RowError:
@@ -476,12 +469,13 @@ def _merged(first: Message, second: Message, field: str) -> Message:
         raise _cannot_merge(first.role, field, "the second one thinks, and thinking comes before the text")
     if any(isinstance(part, ToolCall) for part in first.parts) and any(isinstance(part, Text) for part in second.parts):
         raise _cannot_merge(first.role, field, "the first one calls a tool, and calls come after the text")
-    return replace(first, parts=(*first.parts, *second.parts) if _is_apart(first, second) else _joined(first, second))
-
-
-def _is_apart(first: Message, second: Message) -> bool:
-    """Whether nothing stands between them: one of them says nothing, or what meets is no text."""
-    return not first.text or not second.text or isinstance(second.parts[0], ToolCall)
+    # Whether nothing stands between them: one of them says nothing, or what meets is no text.
+    return replace(
+        first,
+        parts=(*first.parts, *second.parts)
+        if not first.text or not second.text or isinstance(second.parts[0], ToolCall)
+        else _joined(first, second),
+    )
 
 
 def _joined(first: Message, second: Message) -> tuple[Text | Thinking | ToolCall, ...]:

@@ -101,7 +101,7 @@ def model_card(result: RunResult, config: RunConfig) -> str:
     library = "peft" if is_adapter else "transformers"
     task = "text-classification" if not OBJECTIVES[config.objective.name].has_head else "text-generation"
     head = ["---", f"library_name: {library}", f"pipeline_tag: {task}", "tags: [luthier]"]
-    if _is_hub_id(base):
+    if base.count("/") == 1 and not base.startswith((".", "/", "~", "preset:")) and not Path(base).exists():
         head.append(f"base_model: {base}")
     lines = [*head, "---", "", f"# {title}", "", *_intro(result, base, is_adapter=is_adapter), ""]
     for heading, rows in (
@@ -116,10 +116,6 @@ def model_card(result: RunResult, config: RunConfig) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-def _is_hub_id(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith((".", "/", "~", "preset:")) and not Path(name).exists()
 
 
 def _intro(result: RunResult, base: str, *, is_adapter: bool) -> list[str]:

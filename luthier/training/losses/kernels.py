@@ -19,8 +19,7 @@ from luthier.config.schema import HeadKernel, RunConfig
 from luthier.errors import ModelError, install_hint
 from luthier.models.passes import OutputHead, score_targets
 from luthier.objectives.fused_head import unfit
-from luthier.objectives.head import AnyHead, Head
-from luthier.objectives.head_kernels import LigerKernel, liger_is_installed, runs_on
+from luthier.objectives.head import AnyHead, Head, LigerKernel, liger_is_installed, runs_on
 from luthier.objectives.hidden_loss import hidden_loss_sum
 from luthier.objectives.token_losses import TokenSettings
 from luthier.objectives.token_scores import TokenScores, token_scores

@@ -39,7 +39,7 @@ from luthier.training.losses.references import ReferenceModel
 from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Stateless, Tell
 from luthier.training.losses.tokens import TokenLosses, held_out_losses
 from luthier.training.report.result import ENTROPY
-from luthier.training.rollouts.gap_watch import NUMBERS, GapWatch
+from luthier.training.rollouts.early_warnings import NUMBERS, GapWatch
 
 CLIPPED = "clipped"
 KL_K1, KL_K3 = "kl_k1", "kl_k3"  # estimates of the KL divergence from the reference, by the names of their paper

@@ -36,7 +36,7 @@ class RouterBalance:
         if (routers := self._routers) is None:
             return
         routers.step = None
-        if len(batches) == 1 and not _has_other_ranks():
+        if len(batches) == 1 and not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
             return  # the micro-batch is the whole step, and counts itself
         training = model.training
         model.eval()
@@ -73,10 +73,6 @@ class RouterBalance:
             return {}
         mean, self._sum, self._steps = self._sum / self._steps, 0.0, 0
         return {ROUTER_LOSS: mean}
-
-
-def _has_other_ranks() -> bool:
-    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def _whole(batch: Batch) -> Batch:

@@ -17,14 +17,7 @@ from torch import nn
 from luthier.collation import has_only_text, only_segments
 from luthier.config.objective import LOSSES
 from luthier.models.passes import ModelPass, Scored
-from luthier.objectives.answer_losses import (
-    FeedbackBaselines,
-    FeedbackScores,
-    FeedbackSettings,
-    feedback_loss_sum,
-    kl_baseline,
-    kl_measure,
-)
+from luthier.objectives import answer_losses
 from luthier.objectives.measures import Measure, Measures, measure
 from luthier.objectives.pair_formulas import SequenceScores, sequence_scores
 from luthier.objectives.token_scores import TokenScores
@@ -60,9 +53,9 @@ def feedback_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> Bo
 class FeedbackLosses(AnswerLosses):
     """Single answers with a verdict."""
 
-    settings: FeedbackSettings
+    settings: answer_losses.FeedbackSettings
     reference: Reference
-    _baselines: FeedbackBaselines = field(default_factory=FeedbackBaselines)
+    _baselines: answer_losses.FeedbackBaselines = field(default_factory=answer_losses.FeedbackBaselines)
     _ref_logps: deque[torch.Tensor] = field(default_factory=deque)  # [S], of the micro-batches that are still to come
 
     @property
@@ -72,14 +65,16 @@ class FeedbackLosses(AnswerLosses):
     def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
         """Estimate KL(policy, reference) over the whole step, or take the mean reward of the steps before."""
         if self.needs_delta:
-            self._baselines = FeedbackBaselines(delta=self._rewards.mean)
+            self._baselines = answer_losses.FeedbackBaselines(delta=self._rewards.mean)
         self._ref_logps = deque()
         if LOSSES[self.name].estimates_kl:
             totals = torch.zeros(2, dtype=torch.float64, device=self.forward.device)
             for batch in batches:
                 totals += self._kl(model, batch)
             total, count = reduce(totals)
-            self._baselines = FeedbackBaselines(kl=kl_baseline(Measure(total=total, count=count)))
+            self._baselines = answer_losses.FeedbackBaselines(
+                kl=answer_losses.kl_baseline(Measure(total=total, count=count))
+            )
 
     def own(self, batch: Batch) -> Batch:
         """The rows' own completions, without those of other rows."""
@@ -94,14 +89,14 @@ class FeedbackLosses(AnswerLosses):
         policy, scored, targets = self._policy(model, own, entropy=not torch.is_grad_enabled())
         anchor = scored.anchor
         own_R = [unit.segments[0] for unit in own.units]
-        scores = FeedbackScores(
+        scores = answer_losses.FeedbackScores(
             logps_R=policy.logps_S[own_R],
             ref_logps_R=ref_logps_R,
             desirable_R=torch.tensor([unit.verdict > 0 for unit in own.units], dtype=torch.bool, device=anchor.device),
             lengths_R=policy.lengths_S[own_R],
             weights_R=weights_of(own, anchor.device),
         )
-        found = feedback_loss_sum(scores, self.name, self.settings, self._baselines)
+        found = answer_losses.feedback_loss_sum(scores, self.name, self.settings, self._baselines)
         self.note_rewards(found)
         is_own_K = None
         if scored.scores.entropy_K is not None:
@@ -119,7 +114,7 @@ class FeedbackLosses(AnswerLosses):
         with torch.no_grad():
             policy, *_ = self._policy(model, others)
         found_R = [unit.segments[-1] for unit in others.units] if drawn else []
-        found = kl_measure(policy.logps_S[found_R], ref_logps_S[drawn])
+        found = answer_losses.kl_measure(policy.logps_S[found_R], ref_logps_S[drawn])
         return torch.stack([found.total, found.count])
 
     def _only(self, batch: Batch, segments: Sequence[int]) -> Batch:
@@ -140,7 +135,7 @@ class FeedbackLosses(AnswerLosses):
             return torch.zeros(batch.num_segments, device=self.forward.device)
         return self.reference.logps(batch)
 
-    def _judged(self, scores: FeedbackScores) -> Measures:
+    def _judged(self, scores: answer_losses.FeedbackScores) -> Measures:
         """The estimate; and whether good rows are above and bad rows below what they are compared with."""
         kl = self._baselines.kl
         ratios_R = scores.logps_R.detach() - scores.ref_logps_R - kl

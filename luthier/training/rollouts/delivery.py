@@ -97,7 +97,11 @@ class Delivery:
         if isinstance(told[0], UserError):
             raise told[0]
         asked = [question for question in questions if not question.media] if self.world.is_main else []
-        canaries = [canary_of(question) for question in asked[:CANARIES]]
+        # A row's prompt and answer, or the first tokens of them.
+        canaries = [
+            np.concatenate([question.prompt, question.answer])[:CANARY_TOKENS].astype(np.int32)
+            for question in asked[:CANARIES]
+        ]
         scored = [(ids, self.trained.score(ids, 1)) for ids in canaries if len(ids) > 1]
         self.seconds += time.perf_counter() - begun
         self._newest = Snapshot(weights=told[0], folder=folder, canaries=scored)
@@ -158,11 +162,6 @@ def _written(folder: Path, *, is_main: bool) -> Iterator[Path]:
     FILES.make_folder(folder.parent)
     with replacing(folder) as staging:
         yield staging
-
-
-def canary_of(question: Question) -> Ids:
-    """A row's prompt and answer, or the first tokens of them."""
-    return np.concatenate([question.prompt, question.answer])[:CANARY_TOKENS].astype(np.int32)
 
 
 def on_all_ranks(do: Callable[[], Told], world: World) -> Told:

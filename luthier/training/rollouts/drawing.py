@@ -46,11 +46,14 @@ from luthier.training.rollouts.answer_groups import (
     AnswerChoice,
     AnswerGroup,
     AnswerLayout,
+    answers_file,
     collated,
     fates,
     micro_batches,
+    remove_other_ranks,
+    write_answers,
+    write_counts,
 )
-from luthier.training.rollouts.answer_log import answers_file, remove_other_ranks, write_answers, write_counts
 from luthier.training.rollouts.delivery import Delivery, Snapshot, on_all_ranks
 from luthier.training.rollouts.early_warnings import EarlyWarnings, StepAnswers
 from luthier.training.rollouts.sampler_probes import SamplerProbes

@@ -302,14 +302,16 @@ def _under_own_base(
     weight = next(base.parameters())
     setattr(empty, empty.base_model_prefix, base.base_model)
     # the adapter brings the head's weights
-    head = nn.Linear(text.hidden_size, 1, bias=False, device=weight.device, dtype=_float_type(base))
+    head = nn.Linear(
+        text.hidden_size,
+        1,
+        bias=False,
+        device=weight.device,
+        dtype=next((one.dtype for one in base.parameters() if one.is_floating_point()), torch.float32),
+    )
     setattr(empty, REWARD_HEAD, head)
     _check_head(reward.adapter)
     return load_to_answer(empty, reward.adapter), "on the run's own base, whose weights it shares"
-
-
-def _float_type(model: nn.Module) -> torch.dtype:
-    return next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
 
 
 def _shared_base(adapter: AdapterConfig, policy: PreTrainedModel | PeftModel | None) -> PreTrainedModel | None:

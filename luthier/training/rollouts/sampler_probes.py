@@ -25,7 +25,7 @@ from luthier.models.passes import casting
 from luthier.models.sharding import gather_all
 from luthier.records import Batch
 from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated
-from luthier.training.rollouts.gap_watch import CANARIES, GapWatch
+from luthier.training.rollouts.early_warnings import CANARIES, GapWatch
 from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree
 from luthier.writing import counted
 
