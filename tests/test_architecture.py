@@ -392,7 +392,6 @@ EXCUSED_TYPES: dict[str, str] = {}
 EXCUSED_MODULES = {
     "adapters": "config checks the section of that name, models makes what the section says",
     "objective": "config has the section of that name, training puts together what the section says",
-    "pictures": "geometry counts their tokens, presets draws some",
     "settings": "each holds what its room is told",
     "sounds": "geometry counts their tokens, presets makes some",
     "store": "cli has the commands of the store",

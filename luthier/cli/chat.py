@@ -14,8 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text as Words
 
-from luthier.cli.output import JsonTarget, reporting
-from luthier.cli.pipeline import Overrides
+from luthier.cli.output import JsonTarget, Overrides, reporting
 from luthier.cli.prediction import EngineUrl, ServedModel
 from luthier.errors import RowError, UserError
 from luthier.records import Media, Message, Text, ToolCall

@@ -13,8 +13,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from luthier.cli.output import EXIT_UNTRUE, JsonTarget, reporting
-from luthier.cli.pipeline import Overrides
+from luthier.cli.output import EXIT_UNTRUE, JsonTarget, Overrides, reporting
 from luthier.writing import counted, write_text
 
 if TYPE_CHECKING:

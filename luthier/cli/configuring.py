@@ -1,4 +1,4 @@
-"""``luthier config``: the run description itself."""
+"""``luthier config``, ``luthier env``, ``luthier train``: the run description, the machine, and a run of the two."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from luthier import __version__, library
-from luthier.cli.output import JsonTarget, reporting
-from luthier.cli.pipeline import ConfigFile, Overrides, listening, tell_preparation
+from luthier.cli.output import ConfigFile, JsonTarget, Overrides, listening, reporting, tell_preparation
 from luthier.config.machine import usable_cores
 from luthier.terminal import facts_table, stderr_terminal
 from luthier.writing import counted, printable, to_json, write_text

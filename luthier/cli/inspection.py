@@ -15,8 +15,16 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from luthier import library
-from luthier.cli.output import EXIT_UNTRUE, JsonTarget, Output, reporting
-from luthier.cli.pipeline import ConfigFile, Overrides, listening, tell_preparation
+from luthier.cli.output import (
+    EXIT_UNTRUE,
+    ConfigFile,
+    JsonTarget,
+    Output,
+    Overrides,
+    listening,
+    reporting,
+    tell_preparation,
+)
 from luthier.errors import UserError
 from luthier.writing import counted
 

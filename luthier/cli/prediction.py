@@ -12,8 +12,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from luthier.cli.output import JsonTarget, Output, reporting
-from luthier.cli.pipeline import Overrides
+from luthier.cli.output import JsonTarget, Output, Overrides, reporting
 from luthier.errors import UserError
 from luthier.writing import JsonObject, counted
 

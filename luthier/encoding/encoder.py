@@ -34,7 +34,7 @@ from luthier.records import (
     Tokenized,
 )
 from luthier.rendering.blueprint import Expansion, Filled, PreferenceData
-from luthier.rendering.control import ControlTokens
+from luthier.rendering.messages import ControlTokens
 from luthier.rendering.other_rows import refuse
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy, rules_from_config

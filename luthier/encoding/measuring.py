@@ -15,8 +15,7 @@ from luthier.config.inputs import LongAudio
 from luthier.errors import RowError, TemplateError
 from luthier.media import MediaAccess, MediaKind, MediaProcessor, own_template, probe, split_long_sounds
 from luthier.rendering.blueprint import Expansion, Filled
-from luthier.rendering.control import ControlTokens
-from luthier.rendering.messages import NO_SLOTS, PLURAL, MediaSlots, kind_of_media
+from luthier.rendering.messages import NO_SLOTS, PLURAL, ControlTokens, MediaSlots, kind_of_media
 from luthier.rendering.template import SOME_MEDIA, ChatTemplate
 from luthier.store.disk import Disk
 from luthier.writing import counted

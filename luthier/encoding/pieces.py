@@ -15,7 +15,7 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError, RowError
 from luthier.records import NOWHERE, Address, Branch, ControlPiece, MediaItem, MediaPiece, Sample
 from luthier.rendering.blueprint import DIFFERING_TOKENS, Blueprint, BlueprintRun, Filled, TextRun
-from luthier.rendering.control import ControlTokens
+from luthier.rendering.messages import ControlTokens
 
 # --------------------------------------------------------------------------------------------------------------------
 # Branches of tokens folded into one token tree.

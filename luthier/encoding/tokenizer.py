@@ -25,7 +25,7 @@ from luthier.errors import RowError, TemplateError, TokenizerError
 from luthier.media import decoder_of, opens_prompts
 from luthier.presets.named_templates import require_tokens, stop_tokens
 from luthier.records import Message, Text
-from luthier.rendering.control import ControlTokens
+from luthier.rendering.messages import ControlTokens
 from luthier.rendering.template import ChatTemplate
 from luthier.templating.limits import TemplateSettings
 

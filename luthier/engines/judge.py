@@ -14,7 +14,7 @@ from luthier.config.schema import JudgeConfig
 from luthier.engines.json_client import JsonClient, ServerLate, ServerRefused, ServerUnreachable, token_from
 from luthier.engines.pool import BUSY, PAUSES
 from luthier.errors import UserError
-from luthier.rendering.control import ControlTokens
+from luthier.rendering.messages import ControlTokens
 
 PROMPT = """\
 Judge an answer to a question. Give it a number from {low} to {high}: {high} if it is right, whole and does what was \

@@ -18,9 +18,16 @@ from luthier.errors import RowDropped
 from luthier.ledger import Ledger
 from luthier.loader.reader import PLACE, Places, PlannedMicroBatch, segment_at
 from luthier.packing.epoch import EpochPlan
-from luthier.packing.planned import Planned
 from luthier.packing.planner import GrowingTable, first_segments, spread
-from luthier.packing.settings import PATCH_COST, PlanSettings, SegmentTable, UnitKind, completion_room, draw_partners
+from luthier.packing.settings import (
+    PATCH_COST,
+    Planned,
+    PlanSettings,
+    SegmentTable,
+    UnitKind,
+    completion_room,
+    draw_partners,
+)
 from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.preparation.resolver import ResolvedPortion
 from luthier.preparation.segments import SegmentIndex

@@ -23,9 +23,8 @@ from luthier.loader.reader import PlannedMicroBatch
 from luthier.packing.epoch import EpochPlan, plan_epoch
 from luthier.packing.order import RowOrder
 from luthier.packing.packer import is_at_once
-from luthier.packing.planned import Planned, join, sums
 from luthier.packing.planner import EpochPlanner
-from luthier.packing.settings import PlanSettings
+from luthier.packing.settings import Planned, PlanSettings, join, sums
 from luthier.records import Ints
 
 STEPS_REMEMBERED = 64  # behind the newest step that was asked about

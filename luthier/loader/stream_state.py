@@ -25,9 +25,8 @@ from luthier.errors import CheckpointError, UserError
 from luthier.loader.numbered_rows import RowTable
 from luthier.packing.epoch import count_by_source
 from luthier.packing.order import EpochOrder, MixtureSettings, RowOrder
-from luthier.packing.planned import Planned
 from luthier.packing.planner import EpochPlanner, PlannerPlace
-from luthier.packing.settings import PlanSettings, UnitKind
+from luthier.packing.settings import Planned, PlanSettings, UnitKind
 from luthier.records import Ints
 from luthier.writing import JsonObject, counted, write_text
 

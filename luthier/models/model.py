@@ -29,7 +29,6 @@ from luthier.errors import ModelError, first_line
 from luthier.media.families.family import Attention
 from luthier.models import batch_invariance
 from luthier.models.attention import SEGMENTS, register_attention
-from luthier.models.overrides import check_computes, check_tokens, overridden
 from luthier.models.quantized import (
     ask_for_whole,
     check_stored,
@@ -44,7 +43,16 @@ from luthier.models.quantized import (
 )
 from luthier.models.routers import choose_experts
 from luthier.models.submodules import decoder_family, families_of, is_multimodal, multimodal_class, text_attention
-from luthier.models.vocabulary import Vocabulary, check_padding, fit_generation, fit_unborn, fit_vocabulary
+from luthier.models.vocabulary import (
+    Vocabulary,
+    check_computes,
+    check_padding,
+    check_tokens,
+    fit_generation,
+    fit_unborn,
+    fit_vocabulary,
+    overridden,
+)
 from luthier.presets import model_folder
 from luthier.sources.origins import modelscope_folder
 

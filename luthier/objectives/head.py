@@ -64,7 +64,7 @@ class LossKernel(Protocol):
     def name(self) -> str: ...
 
     def __call__(self, task: KernelTask) -> KernelAnswer:
-        """Raises what its library raises: a kernel is tried (`training.losses.kernels`) before it is used."""
+        """Raises what its library raises: a kernel is tried (`training.losses.objective`) before it is used."""
         ...
 
 

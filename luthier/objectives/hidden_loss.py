@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from luthier.config.choices import RowKind
 from luthier.config.objective import LOSSES, loss_of
-from luthier.objectives.fused_head import fused_loss_sum, is_fused
 from luthier.objectives.head import AnyHead, ChunkedHead, Head, HeadGradients, Softmax, chunks_of, hand_over_, softmax_
 from luthier.objectives.token_losses import (
     EAFT_CANDIDATES,
@@ -26,7 +25,7 @@ from luthier.objectives.token_losses import (
     losses_by_source,
     token_losses,
 )
-from luthier.objectives.token_scores import probe_vocabulary
+from luthier.objectives.token_scores import fused_loss_sum, is_fused, probe_vocabulary
 
 UNSEEN = -100.0  # log-probability of ids that a model never gives: masked ones, or those that it does not have
 

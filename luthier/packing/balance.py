@@ -14,8 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from luthier.config.schema import Packing
-from luthier.packing.planned import Planned, every, sums
-from luthier.packing.settings import PlanSettings, segment_costs
+from luthier.packing.settings import Planned, PlanSettings, every, segment_costs, sums
 from luthier.records import Ints
 
 # Groups whose micro-batches are sorted together: more would balance better, and make the members of a step more alike.

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import UserError
-from luthier.packing.planned import bounds_of
+from luthier.packing.settings import bounds_of
 from luthier.records import Ints
 from luthier.writing import counted
 

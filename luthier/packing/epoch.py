@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from luthier.packing.balance import mean_straggler, micro_batch_costs
 from luthier.packing.order import EpochOrder, ListedOrder, MixtureSettings, RowOrder
-from luthier.packing.planned import MicroBatchPlan, Planned, join, sums
 from luthier.packing.planner import EpochPlanner, RowSegments, TableRows
-from luthier.packing.settings import PlanSettings, SegmentTable
+from luthier.packing.settings import MicroBatchPlan, Planned, PlanSettings, SegmentTable, join, sums
 from luthier.records import Ints
 from luthier.writing import counted
 

@@ -14,8 +14,7 @@ from luthier.config.schema import Packing
 from luthier.errors import CheckpointError, UserError
 from luthier.packing.balance import Balancer, groups_sorted, micro_batch_costs
 from luthier.packing.best_fit import check_lengths, pack_in_order
-from luthier.packing.planned import Planned, bounds_of, every, join, sums, take_groups
-from luthier.packing.settings import PlanSettings, SegmentTable
+from luthier.packing.settings import Planned, PlanSettings, SegmentTable, bounds_of, every, join, sums, take_groups
 from luthier.records import Ints
 from luthier.writing import JsonObject, counted
 

@@ -21,13 +21,15 @@ from luthier.packing.balance import Balancer, micro_batch_costs, pad_rows
 from luthier.packing.best_fit import check_lengths
 from luthier.packing.order import EpochOrder
 from luthier.packing.packer import WindowPacker
-from luthier.packing.planned import Planned, bounds_of, sums
 from luthier.packing.settings import (
+    Planned,
     PlanSettings,
     SegmentTable,
     UnitKind,
+    bounds_of,
     epoch_lengths,
     held_tokens,
+    sums,
     unit_bounds,
     unit_table,
 )

@@ -11,7 +11,7 @@ from luthier.config.schema import JudgeConfig
 from luthier.engines.judge import AnswerScorer, JudgedAnswer, Judgement, as_read
 from luthier.errors import UserError
 from luthier.metrics.table import JUDGE
-from luthier.rendering.control import ControlTokens
+from luthier.rendering.messages import ControlTokens
 from luthier.training.folder.staging import FILES
 from luthier.writing import JsonObject, write_whole
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from luthier.errors import SourceError
-from luthier.presets.pictures import picture_rows
+from luthier.presets.quizzes import picture_rows
 from luthier.presets.sounds import sound_rows
 from luthier.writing import JsonObject
 

@@ -1,14 +1,20 @@
 """What the preset data sets of pictures and sounds share: a few questions in a row about the same thing, and which of
-them are held out.
+them are held out; and the data set of pictures.
 """
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import ceil
 from random import Random
 from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
 
 from luthier.writing import JsonObject
 
@@ -81,3 +87,185 @@ def _messages(shown: Sequence[JsonObject], asked: Sequence[QuizQuestion]) -> lis
         messages += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
     messages[0]["content"] = [*shown, {"type": "text", "text": messages[0]["content"]}]
     return messages
+
+
+# ---- The data set ``preset:pictures``: questions about small pictures, learnable from nothing in a few minutes.
+#
+# A picture shows one thing, or up to four alike. What it shows (a number, a colour and a shape, or a digit and a
+# colour) alone decides whether it is held out: ``test`` asks about two red squares, and ``train`` never shows any.
+#
+#     describe  what do you see?       the number, the colour and the shape
+#     ask       how many, which …      the same, one by one
+#     digit     which digit is it?     the digit, or its colour
+
+_NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four"}
+
+
+def picture_rows(split: str) -> Iterator[JsonObject]:
+    """``{"skill": NAME, "messages": MESSAGES}``, pictures as ``{"type": "image", "image": {"bytes": PNG}}`` before the
+    first question; else as `quiz_rows` says.
+    """
+    yield from quiz_rows(SKILLS, split)
+
+
+def _draw_describe(rng: Random) -> Quiz:
+    count, colour, shape = _things(rng)
+    asked = rng.choice(["What do you see?", "Describe the picture."])
+    answer = f"{_NUMBERS[count].capitalize()} {colour} {_named(shape, count)}."
+    return _quiz(draw_shapes(shape, colour, count, rng), {asked: answer}, f"{_NUMBERS[count]} {colour} {shape}")
+
+
+def _draw_ask(rng: Random) -> Quiz:
+    count, colour, shape = _things(rng)
+    answers = {
+        "How many are there?": f"{_NUMBERS[count].capitalize()}.",
+        "Which colour?": f"{colour.capitalize()}.",
+        "Which shape?": f"A {shape}.",
+    }
+    return _quiz(draw_shapes(shape, colour, count, rng), answers, f"{_NUMBERS[count]} {colour} {shape}")
+
+
+def _draw_digit(rng: Random) -> Quiz:
+    digit, colour = rng.choice(list(DIGITS)), rng.choice(list(COLOURS))
+    answers = {"Which digit is it?": f"It is {digit}.", "Which colour?": f"{colour.capitalize()}."}
+    return _quiz(draw_digit(digit, colour, rng), answers, f"{colour} {digit}")
+
+
+def _things(rng: Random) -> tuple[int, str, str]:
+    """How many, of which colour and shape."""
+    return rng.choice(list(_NUMBERS)), rng.choice(list(COLOURS)), rng.choice(list(SHAPES))
+
+
+def _named(shape: str, count: int) -> str:
+    """``"cross", 2`` -> ``"crosses"``"""
+    return shape if count == 1 else f"{shape}{'es' if shape == 'cross' else 's'}"
+
+
+def _quiz(picture: bytes, answers: dict[str, str], key: str) -> Quiz:
+    return Quiz(
+        shown=[{"type": "image", "image": {"bytes": picture}}],
+        questions=[QuizQuestion(key=key, question=asked, answer=answer) for asked, answer in answers.items()],
+    )
+
+
+SKILLS: Sequence[QuizSkill] = (
+    QuizSkill(name="describe", draw=_draw_describe, num_train=3600, num_test=60),
+    QuizSkill(name="ask", draw=_draw_ask, num_train=3600, num_test=90),
+    QuizSkill(name="digit", draw=_draw_digit, num_train=4000, num_test=60),
+)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Small pictures: one coloured thing on a plain dark ground, or a few alike, as the bytes of a PNG file.
+#
+# A picture is a square of four cells, two by two. Sizes, places and shades differ a little from one to the next, as
+# `Random` draws them.
+
+
+SIZE = 32  # pixels, wide and high
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 60),
+    "blue": (50, 80, 230),
+    "yellow": (240, 215, 50),
+    "purple": (160, 50, 190),
+    "white": (245, 245, 245),
+    "orange": (245, 130, 20),
+    "pink": (250, 140, 200),
+    "cyan": (40, 205, 225),
+}
+_DrawShape = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.bool_]]
+
+# Where a shape is: of points with y down and x to the right, -1 to 1 within its box.
+SHAPES: dict[str, _DrawShape] = {
+    "circle": lambda y, x: y**2 + x**2 <= 1,
+    "square": lambda y, x: np.maximum(abs(y), abs(x)) <= 0.9,
+    "triangle": lambda y, x: (abs(x) <= (y + 1) / 2) & (y <= 0.9),
+    "cross": lambda y, x: np.minimum(abs(y), abs(x)) <= 0.3,
+    "ring": lambda y, x: abs(y**2 + x**2 - 0.7) <= 0.3,
+}
+# 5 x 7 dots, row by row
+DIGITS = {
+    "0": ".###.|#...#|#...#|#...#|#...#|#...#|.###.", "1": "..#..|.##..|..#..|..#..|..#..|..#..|.###.",
+    "2": ".###.|#...#|....#|...#.|..#..|.#...|#####", "3": "#####|...#.|..#..|...#.|....#|#...#|.###.",
+    "4": "...#.|..##.|.#.#.|#..#.|#####|...#.|...#.", "5": "#####|#....|####.|....#|....#|#...#|.###.",
+    "6": "..##.|.#...|#....|####.|#...#|#...#|.###.", "7": "#####|....#|...#.|..#..|.#...|.#...|.#...",
+    "8": ".###.|#...#|#...#|.###.|#...#|#...#|.###.", "9": ".###.|#...#|#...#|.####|....#|...#.|.##..",
+}  # fmt: skip
+_CELLS = [(SIZE / 4, SIZE / 4), (SIZE / 4, SIZE * 3 / 4), (SIZE * 3 / 4, SIZE / 4), (SIZE * 3 / 4, SIZE * 3 / 4)]
+_FINE = 2  # points of a pixel, each way: edges are mixtures of the two colours
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Box:
+    """Where a thing is drawn: its middle and half its sides, in pixels."""
+
+    y: float
+    x: float
+    half_height: float
+    half_width: float
+
+
+def draw_shapes(shape: str, colour: str, count: int, rng: Random) -> bytes:
+    """A PNG of ``count`` (1 to 4) things alike: one is large, several are small and each in a cell of its own."""
+    if count == 1:
+        boxes = [_square_box(rng, SIZE / 2, SIZE / 2, radius=rng.uniform(9, 12), slack=3)]
+    else:
+        boxes = [_square_box(rng, y, x, radius=rng.uniform(5, 6.25), slack=0.75) for y, x in rng.sample(_CELLS, count)]
+    return _paint(SHAPES[shape], boxes, colour, rng)
+
+
+def draw_digit(digit: str, colour: str, rng: Random) -> bytes:
+    """A PNG of one large digit."""
+    dots = np.array([[dot == "#" for dot in line] for line in DIGITS[digit].split("|")])
+    half_height = rng.uniform(10, 13)
+    y, x = SIZE / 2 + rng.uniform(-2, 2), SIZE / 2 + rng.uniform(-4, 4)
+    box = _Box(y=y, x=x, half_height=half_height, half_width=half_height * 0.65)
+    return _paint(lambda down, right: _within(dots, down, right), [box], colour, rng)
+
+
+def _square_box(rng: Random, y: float, x: float, *, radius: float, slack: float) -> _Box:
+    """A box somewhere about a point."""
+    y, x = y + rng.uniform(-slack, slack), x + rng.uniform(-slack, slack)
+    return _Box(y=y, x=x, half_height=radius, half_width=radius)
+
+
+def _within(dots: NDArray[np.bool_], y: NDArray[np.float64], x: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which points of a box, -1 to 1, lie in one of its dots that are set."""
+    row, column = (((part + 1) / 2 * n).astype(int) for part, n in zip((y, x), dots.shape, strict=True))
+    return np.asarray(dots[row, column])
+
+
+def _paint(mask: _DrawShape, boxes: Sequence[_Box], colour: str, rng: Random) -> bytes:
+    """The pixels follow from the arguments alone; their compression may differ from one zlib to another."""
+    covered = np.zeros((SIZE * _FINE, SIZE * _FINE), dtype=bool)
+    for box in boxes:
+        rows, down = _points(box.y, box.half_height)
+        columns, right = _points(box.x, box.half_width)
+        covered[rows, columns] = mask(down[:, None], right[None, :])
+    fine = covered.astype(np.float64).reshape(SIZE, _FINE, SIZE, _FINE)
+    share = np.einsum("yaxb->yx", fine)[..., None] / _FINE**2  # of each pixel
+    ground = rng.uniform(10, 50)
+    lit = np.array(COLOURS[colour]) * rng.uniform(0.85, 1.0)
+    return _png((ground + (lit - ground) * share).astype(np.uint8))
+
+
+def _points(middle: float, half: float) -> tuple[slice, NDArray[np.float64]]:
+    """Which points of the fine grid lie within ``half`` pixels of ``middle``, and where between -1 and 1."""
+    first = max(0, ceil((middle - half) * _FINE - 0.5))
+    stop = min(SIZE * _FINE, ceil((middle + half) * _FINE - 0.5))
+    return slice(first, stop), ((np.arange(first, stop) + 0.5) / _FINE - middle) / half
+
+
+def _png(pixels: NDArray[np.uint8]) -> bytes:
+    """uint8[H, W, 3] as a file of 8 bits a channel, lines as they are."""
+    height, width, _ = pixels.shape
+    lines = np.zeros((height, 1 + 3 * width), dtype=np.uint8)  # each begins with its filter: 0, none
+    lines[:, 1:] = pixels.reshape(height, -1)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes(), 1)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, data) for name, data in chunks)
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))

@@ -20,7 +20,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from luthier.records import NOWHERE, Address, ControlPiece, Media, MediaHeader, MediaPiece, Piece, Rendered, TextPiece
-from luthier.rendering.control import ControlTokens
+from luthier.rendering.messages import ControlTokens
 from luthier.rendering.text_references import Slot, TextReference, exchanged, value_of
 from luthier.rendering.trace import Guard, GuardCheck, compile_guards
 

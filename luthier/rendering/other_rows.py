@@ -16,8 +16,7 @@ from luthier.config.schema import TrainOn
 from luthier.errors import RowError
 from luthier.rendering import paths, trained_turns
 from luthier.rendering.blueprint import Filled, PreferenceData
-from luthier.rendering.control import ControlTokens
-from luthier.rendering.messages import MediaSlots, kind_of_media
+from luthier.rendering.messages import ControlTokens, MediaSlots, kind_of_media
 from luthier.rendering.openings import common_length
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.targets import closing_weight, part_weight

@@ -13,8 +13,7 @@ from typing import Any
 from luthier.errors import RowError
 from luthier.records import ControlPiece, MediaPiece, Message, Piece, Text, TextPiece, Thinking, ToolCall
 from luthier.rendering import trained_turns
-from luthier.rendering.control import ControlTokens
-from luthier.rendering.messages import is_media, place_media
+from luthier.rendering.messages import ControlTokens, is_media, place_media
 from luthier.rendering.openings import Stretched, common_length, spliced
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.template import Recording

@@ -21,8 +21,8 @@ from luthier.presets.named_templates import named_template, named_templates, sto
 from luthier.rendering import other_rows
 from luthier.rendering.answers import require_answer, tags_in
 from luthier.rendering.blueprint import CONTROL_STRING, UNASKED, Blueprint, Filled, build_blueprint
-from luthier.rendering.control import ControlTokens
 from luthier.rendering.messages import (
+    ControlTokens,
     MediaSlots,
     SlotsOnDemand,
     has_written_thinking,

@@ -16,7 +16,7 @@ from typing import Any
 from luthier.errors import RowError
 from luthier.records import Message, Text, Thinking
 from luthier.rendering import openings
-from luthier.rendering.control import ControlTokens
+from luthier.rendering.messages import ControlTokens
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.template import ChatTemplate, MessageSpan, Recording
 from luthier.rendering.text_references import is_reference

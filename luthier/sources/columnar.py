@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from luthier.errors import RowError, SourceError
 from luthier.records import Address
 from luthier.sources.files import DataFile, FileKind
-from luthier.sources.open_files import CACHE_BYTES, OpenFiles, Value
-from luthier.sources.record_spool import SpooledRows, index_by_spool, spooled
+from luthier.sources.open_files import CACHE_BYTES, OpenFiles, SpooledRows, Value, index_by_spool, spooled
 from luthier.sources.rows import MAX_COLUMNAR_ROW_BYTES, RowBytes, row_too_long, unreadable
 from luthier.writing import counted
 

@@ -22,9 +22,15 @@ from luthier.errors import RowError, SourceError
 from luthier.sources import text_files
 from luthier.sources.columnar import chosen_rows, index_columns
 from luthier.sources.files import DataFile, FileKind
-from luthier.sources.open_files import Ascending, AscendingBuilder, LineNumbers, LineNumbersBuilder, OpenFiles
+from luthier.sources.open_files import (
+    Ascending,
+    AscendingBuilder,
+    LineNumbers,
+    LineNumbersBuilder,
+    OpenFiles,
+    index_by_spool,
+)
 from luthier.sources.origins import HubRows, LocalFiles, Origin
-from luthier.sources.record_spool import index_by_spool
 from luthier.sources.rows import RowBytes
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.packing.planned import bounds_of
+from luthier.packing.settings import bounds_of
 from luthier.records import Audio, AudioHeader, Image, ImageHeader, MediaItem, Sample, Video, VideoHeader
 
 MAGIC = b"LUTSHRD5"

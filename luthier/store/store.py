@@ -34,7 +34,7 @@ from luthier import __version__
 from luthier.errors import StoreError
 from luthier.layout.trees import held_of_leaves
 from luthier.locks import SharedLock
-from luthier.packing.planned import bounds_of, take_groups
+from luthier.packing.settings import bounds_of, take_groups
 from luthier.records import NOWHERE, Address, Ints, Sample
 from luthier.store.disk import Disk, join_users
 from luthier.store.manifest import (

@@ -40,8 +40,7 @@ from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import OBJECTIVE_STATE, checkpoint_step, write_json
 from luthier.training.folder.run_folder import LostRows
 from luthier.training.initial_adapter import begin_by_activations, begin_by_what_is_rounded_away
-from luthier.training.losses.kernels import kernel_name
-from luthier.training.losses.objective import make_losses, model_pass
+from luthier.training.losses.objective import kernel_name, make_losses, model_pass
 from luthier.training.losses.parts import ObjectiveParts
 from luthier.training.losses.policies import FLOOR_OF_16_BITS, PolicyLosses
 from luthier.training.losses.router_balance import RouterBalance

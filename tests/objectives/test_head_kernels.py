@@ -17,7 +17,7 @@ from luthier.objectives.head import Head, KernelAnswer, KernelTask, LossKernel
 from luthier.objectives.hidden_loss import ReferenceHidden, hidden_loss_sum
 from luthier.objectives.token_losses import TokenSettings
 from luthier.objectives.token_scores import token_scores
-from luthier.training.losses.kernels import LIMITS, kernel_problem
+from luthier.training.losses.objective import LIMITS, kernel_problem
 
 K, V, D = 9, 37, 6
 ALL_OF_IT = TokenSettings(label_smoothing=0.1, z_loss=0.01)

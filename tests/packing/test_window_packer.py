@@ -14,9 +14,8 @@ from luthier.errors import CheckpointError, UserError
 from luthier.packing.epoch import EpochPlan, describe, plan_epoch
 from luthier.packing.order import ListedOrder, MixtureSettings, RowOrder
 from luthier.packing.packer import MAX_CARRIED, WindowPacker
-from luthier.packing.planned import join
 from luthier.packing.planner import EpochPlanner, PlannerPlace, TableRows
-from luthier.packing.settings import PlanSettings, SegmentTable
+from luthier.packing.settings import PlanSettings, SegmentTable, join
 from tests.conftest import examples
 
 NOTHING = (np.zeros(0, np.int64), SegmentTable.of_lengths([]))

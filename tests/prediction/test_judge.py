@@ -22,7 +22,7 @@ from luthier.engines.judge import AnswerScorer, JudgedAnswer, as_read
 from luthier.errors import ConfigError, UserError
 from luthier.metrics.table import METRICS, Answered, measured
 from luthier.prediction.comparing import compare_predictions as compare
-from luthier.rendering.control import ControlTokens
+from luthier.rendering.messages import ControlTokens
 from tests.conftest import refused, served_json
 from tests.prediction.test_compare import answers as some_answers
 from tests.prediction.test_compare import prediction

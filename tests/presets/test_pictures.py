@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from luthier.presets.pictures import COLOURS, DIGITS, SHAPES, SIZE, SKILLS, draw_digit, draw_shapes, picture_rows
+from luthier.presets.quizzes import COLOURS, DIGITS, SHAPES, SIZE, SKILLS, draw_digit, draw_shapes, picture_rows
 
 Row = dict[str, Any]
 Mask = NDArray[np.bool_]

@@ -11,7 +11,7 @@ from luthier.errors import RowError
 from luthier.presets.named_templates import named_template
 from luthier.records import Conversation, Message, Thinking, ToolCall
 from luthier.rendering.answers import require_answer
-from luthier.rendering.control import ControlTokens
+from luthier.rendering.messages import ControlTokens
 from luthier.rendering.render import THOUGHT_IN_LETTERS
 from luthier.rendering.targets import TargetPolicy
 from tests.conftest import reason_is

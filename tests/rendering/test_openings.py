@@ -9,7 +9,7 @@ import pytest
 import trl
 
 from luthier.records import Conversation, Piece, Thinking
-from luthier.rendering.control import ControlTokens
+from luthier.rendering.messages import ControlTokens
 from luthier.rendering.openings import ending_of
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy

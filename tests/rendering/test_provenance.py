@@ -15,7 +15,7 @@ from expressions import HOSTILE, PLACES, composed, template_of
 
 from luthier.errors import RowError, TemplateError
 from luthier.records import ControlPiece, Conversation, MediaPiece, Message, Text, ToolCall
-from luthier.rendering.control import ControlTokens
+from luthier.rendering.messages import ControlTokens
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate

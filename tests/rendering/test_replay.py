@@ -19,7 +19,7 @@ from luthier.presets import tokenizer_folder
 from luthier.presets.named_templates import named_template
 from luthier.records import Conversation, Message, Text, Thinking, ToolCall
 from luthier.rendering.blueprint import build_blueprint
-from luthier.rendering.control import ControlTokens
+from luthier.rendering.messages import ControlTokens
 from luthier.rendering.paths import cut_paths
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy, Weights

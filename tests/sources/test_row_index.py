@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from luthier.config.schema import Format, SourceConfig
 from luthier.errors import PlainRowError, RowError, SourceError, plain_error, row_error
 from luthier.records import Address
-from luthier.sources import RowBytes, RowIndex, Source, columnar, open_sources, record_spool, row_index
+from luthier.sources import RowBytes, RowIndex, Source, columnar, open_files, open_sources, row_index
 from luthier.sources.open_files import Ascending, AscendingBuilder, LineNumbersBuilder
 from tests.conftest import examples
 
@@ -337,7 +337,7 @@ def read_all(index: RowIndex) -> tuple[list[tuple[Any, ...]], str]:
 def test_a_spool_without_a_folder_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/proc/self/fd").is_dir():
         pytest.skip("this system has no /proc")
-    monkeypatch.setattr(record_spool.tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(open_files.tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     path = tmp_path / "array.json"
     path.write_bytes(FILES["array.json"])
@@ -473,7 +473,7 @@ def write_half(source: Source, spool: Path) -> None:
         sink.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    record_spool.write_records = die  # type: ignore[assignment]
+    open_files.write_records = die  # type: ignore[assignment]
     source.index(spool=spool)
 
 
@@ -487,7 +487,7 @@ def test_a_disk_without_room_is_reported_and_nothing_stays(tmp_path: Path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(record_spool, "write_records", fill)
+        patch.setattr(open_files, "write_records", fill)
         with pytest.raises(SourceError, match=r"spool: the spool cannot be written: .*No space left[\s\S]*make room"):
             source.index(spool=spool)
         with pytest.raises(SourceError, match=r"the spool cannot be written: .*No space left"):

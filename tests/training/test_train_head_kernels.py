@@ -27,8 +27,8 @@ from luthier.models.passes import OutputHead, find_head
 from luthier.objectives.head import KernelAnswer, KernelTask, LossKernel
 from luthier.records import Pack
 from luthier.training.fit import fit_data
-from luthier.training.losses import kernels
-from luthier.training.losses.kernels import choose_kernel
+from luthier.training.losses import objective
+from luthier.training.losses.objective import choose_kernel
 from luthier.training.report.events import Event, Note
 from luthier.training.report.report import Report
 from luthier.training.report.result import RunResult
@@ -55,15 +55,15 @@ class Counted:
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """What a run takes for Liger's kernel, on this CPU."""
     counted = Counted(kernel_under_test(monkeypatch))
-    monkeypatch.setattr(kernels, "LigerKernel", lambda: counted)
+    monkeypatch.setattr(objective, "LigerKernel", lambda: counted)
     if not IS_INTERPRETED:
         _pretend(monkeypatch)
     return counted
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, *, installed: bool = True, runs: bool = True) -> None:
-    monkeypatch.setattr(kernels, "liger_is_installed", lambda: installed)
-    monkeypatch.setattr(kernels, "runs_on", lambda device: runs)
+    monkeypatch.setattr(objective, "liger_is_installed", lambda: installed)
+    monkeypatch.setattr(objective, "runs_on", lambda device: runs)
 
 
 # --------------------------------------------------------------------------------------------------------- whole runs
@@ -154,7 +154,7 @@ def _choose(
 
 def _lying(monkeypatch: pytest.MonkeyPatch, lie: Any) -> None:
     _pretend(monkeypatch)
-    monkeypatch.setattr(kernels, "LigerKernel", lambda: PlainKernel(lie))
+    monkeypatch.setattr(objective, "LigerKernel", lambda: PlainKernel(lie))
 
 
 def _one_percent(answer: KernelAnswer) -> KernelAnswer:
@@ -202,7 +202,7 @@ def test_a_package_without_the_function_is_none(monkeypatch: pytest.MonkeyPatch)
         raise ImportError("cannot import name 'fused_linear_cross_entropy_forward'")
 
     _pretend(monkeypatch)
-    monkeypatch.setattr(kernels, "LigerKernel", missing)
+    monkeypatch.setattr(objective, "LigerKernel", missing)
     with pytest.raises(ModelError, match="liger-kernel cannot be imported: cannot import name 'fused"):
         _choose("liger")
     assert "chunked, not liger: liger-kernel cannot be imported" in _choose("auto")[1][0]

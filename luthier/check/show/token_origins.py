@@ -39,7 +39,7 @@ from luthier.records import (
     TextPiece,
     Tokenized,
 )
-from luthier.rendering.control import ControlTokens
+from luthier.rendering.messages import ControlTokens
 from luthier.sources import RowBytes, Source
 from luthier.sources.origins import LocalFiles, Origin
 from luthier.writing import counted

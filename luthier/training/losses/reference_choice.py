@@ -23,7 +23,7 @@ from luthier.models.quantized import is_quantized, quantization_note
 from luthier.models.submodules import plain_model, set_text_attention
 from luthier.preparation.segments import SegmentIndex
 from luthier.sources.rows import decode_strict
-from luthier.training.losses.kernels import choose_kernel
+from luthier.training.losses.objective import choose_kernel
 from luthier.training.losses.parts import ObjectiveParts, first_inputs
 from luthier.training.losses.references import Precomputation, Reference, ReferenceModel, precomputed_reference
 from luthier.writing import counted

@@ -1,4 +1,4 @@
-"""Answers to one question, from their rewards to a micro-batch."""
+"""Answers to one question, from their rewards to a micro-batch, and to the files of the run's folder."""
 
 from __future__ import annotations
 

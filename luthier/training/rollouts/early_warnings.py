@@ -1,4 +1,5 @@
-"""Signs that a run learns nothing, or the wrong thing, told once each with the way out. N answers of a step."""
+"""Signs that a run learns nothing, or the wrong thing, told once each with the way out; and whether answers
+are trained on with the probabilities that they were drawn by. N answers of a step."""
 
 from __future__ import annotations
 
