@@ -321,14 +321,6 @@ def our_name(key: str) -> str | None:
     return None if meant is None else meant.key
 
 
-def all_meanings() -> list[tuple[str, Meant]]:
-    """Everything that the table may answer, each with where it stands: for tests."""
-    table = _other_tools_table()
-    found = [(key, _parsed(text)) for key, text in table["keys"].items()]
-    found += [(f"{key}={value}", _parsed(text)) for key, of in table["values"].items() for value, text in of.items()]
-    return found + [(pattern, Meant(told=group["why"])) for group in table["told"] for pattern in group["keys"]]
-
-
 @functools.cache
 def _other_tools_table() -> JsonObject:
     return tomllib.loads(TABLE.read_text(encoding="utf-8"))

@@ -228,10 +228,6 @@ class LocalSession:
         with self._changed:
             return tuple(self._followers)
 
-    def rows_held(self) -> int:
-        """How many rows hold a part of the model's cache."""
-        return len(self._answering.joined.lengths)
-
     def _forget(self, key: int) -> Follower | None:
         with self._changed:
             return self._followers.pop(key, None)

@@ -99,11 +99,6 @@ def take_window(segment: Segment, window: SegmentCut) -> Segment:
     )
 
 
-def without_targets(segment: Segment) -> Segment:
-    """The same tokens with nothing to learn: what fills the last step of a rank that has run out of rows."""
-    return replace(segment, target=np.zeros_like(segment.target), weight=None)
-
-
 def _split(segment: Segment, max_length: int) -> list[SegmentCut]:
     target = segment.target
     num_tokens = len(target)

@@ -22,7 +22,7 @@ from luthier.writing import counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchPlan:
-    """The segment ids of each pack. ``dummy``: its targets are to be cleared (`layout.without_targets`).
+    """The segment ids of each pack. ``dummy``: its targets are to be cleared.
 
     ``spans`` is given where segments were cut (`Packing.SPLIT`): of segment ``packs[p][i]`` the tokens
     ``start:stop`` of ``spans[p][i]``, as a segment of their own.

@@ -17,7 +17,7 @@ from luthier.records import Conversation, Document, Message, Part, TargetRule, T
 from luthier.rendering.trace import Owner
 from luthier.rendering.trained_turns import CompletionSpan
 
-__all__ = ["TargetRule", "apply_rules", "apply_to_messages", "rules_from_config"]
+__all__ = ["TargetRule", "apply_rules", "rules_from_config"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,11 +186,6 @@ def apply_rules(row: RuledRow, rules: Sequence[TargetRule]) -> RuledRow:
         return _document(row, ready)
     messages = _messages(row.messages, ready)
     return row if messages is row.messages else replace(row, messages=messages, rules=())
-
-
-def apply_to_messages(messages: tuple[Message, ...], rules: Sequence[TargetRule]) -> tuple[Message, ...]:
-    """The same for the messages of one conversation, whatever record they are in; themselves if nothing changes."""
-    return _messages(messages, _prepare(tuple(rules))) if rules else messages
 
 
 # ----------------------------------------------------------------------------------------------- rules, made ready

@@ -7,11 +7,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from verify_cases import AT, PLAIN, PRESET, ROWS, chat, encoder, folder_with_bos, message, spliced
+from verify_cases import AT, PLAIN, PRESET, ROWS, chat, encoder, folder_with_bos, message, spliced, verify_row
 from verify_faults import FAULTS, Fault
 
 from luthier.check.verify.findings import Check
-from luthier.check.verify.row import RowVerifier, verify_row
+from luthier.check.verify.row import RowVerifier
 from luthier.config.schema import DataConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError

@@ -13,6 +13,7 @@ from llama_cpp import llama_cpp_server, write_gguf
 from verify_cases import PLAIN, THINKING, TOOLS, chat, message
 
 from luthier.check.verify.findings import Check, Violation
+from luthier.check.verify.plain_template import plain_message
 from luthier.check.verify.row import RowVerifier
 from luthier.check.verify.server import Dialect, TokenServer, wire_messages
 from luthier.config.schema import ModelConfig, TemplateConfig
@@ -69,7 +70,7 @@ def served_faults(folder: Path, url: str, rows: Sequence[Conversation]) -> tuple
 
 def tokens_of_chat(url: str, row: Conversation, turn: int) -> int:
     """Of how many tokens the prompt is that the server's own chat works with."""
-    body = {"messages": wire_messages(row.messages[:turn]), "max_tokens": 1}
+    body = {"messages": wire_messages([plain_message(each) for each in row.messages[:turn]]), "max_tokens": 1}
     headers = {"Content-Type": "application/json"}
     asked = urllib.request.Request(f"{url}/v1/chat/completions", data=json.dumps(body).encode(), headers=headers)
     with urllib.request.urlopen(asked, timeout=HANG_SECONDS) as response:

@@ -9,13 +9,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from verify_cases import AT, HOSTILE, PLAIN, ROWS, SEAM, THINKING, TOOLS, WEATHER, chat, encoder, message, retargeted
+from verify_cases import (
+    AT,
+    HOSTILE,
+    PLAIN,
+    ROWS,
+    SEAM,
+    THINKING,
+    TOOLS,
+    WEATHER,
+    chat,
+    encoder,
+    message,
+    retargeted,
+    verify_row,
+)
 
 from luthier.check.verify.completions import CompletionReading, Said, neutralise
 from luthier.check.verify.findings import Check, Method, RowVerdict
 from luthier.check.verify.plain_template import ReferenceFiles
 from luthier.check.verify.reference_tokenizer import ReferenceTokenizer, first_difference
-from luthier.check.verify.row import RowVerifier, verify_row
+from luthier.check.verify.row import RowVerifier
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.records import (

@@ -242,7 +242,7 @@ def test_only_http_addresses_are_asked(url: str) -> None:
 
 def test_calls_go_over_the_wire_as_the_openai_interface_has_them() -> None:
     calls = message("assistant", ToolCall(name="a", arguments={"x": "é"}), ToolCall(name="b", arguments={}, id="mine"))
-    [sent] = wire_messages([calls])
+    [sent] = wire_messages([plain_message(calls)])
     assert [call["id"] for call in sent["tool_calls"]] == ["call_0", "mine"]
     assert sent["tool_calls"][0]["function"] == {"name": "a", "arguments": '{"x": "é"}'}
 

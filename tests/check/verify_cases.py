@@ -10,10 +10,24 @@ from typing import Any
 
 import numpy as np
 
+from luthier.check.verify.findings import Violation
+from luthier.check.verify.row import RowVerifier
 from luthier.config.schema import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.presets import tokenizer_folder
-from luthier.records import Address, Branch, Conversation, Document, Message, Part, Sample, Text, Thinking, ToolCall
+from luthier.records import (
+    Address,
+    Branch,
+    Conversation,
+    Document,
+    Message,
+    Part,
+    Row,
+    Sample,
+    Text,
+    Thinking,
+    ToolCall,
+)
 
 PRESET = "preset:tiny-qwen3"
 AT = Address(file="rows.jsonl", row=7)
@@ -22,6 +36,11 @@ WEATHER = {
     "type": "function",
     "function": {"name": "weather", "description": "d", "parameters": {"type": "object", "properties": {}}},
 }
+
+
+def verify_row(row: Row, sample: Sample, encoder: Encoder) -> list[Violation]:
+    """What is not true of a row's sample, given the run's encoder."""
+    return list(RowVerifier(encoder).verify(row, sample).violations)
 
 
 def message(role: str, *parts: Part | str, train: bool | None = None, weight: float = 1.0) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from PIL import Image
 import luthier
 from luthier.collation import MediaInputs
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.layout.cutting import without_targets
 from luthier.models.batch_invariance import see_own_pictures
 from luthier.records import Sample
 from tests.media.media_files import image_file, picture
@@ -150,7 +150,8 @@ def test_prefixes_end_at_first_targets_in_packed_rows_too_and_padding_has_none(
     lengths = [len(sample.input_ids) for sample in captions]
     right = torch.from_numpy(np.concatenate([sample.target for sample in captions])).long()
     assert torch.equal(types[: sum(lengths)], right) and not types[sum(lengths) :].any()
-    nothing_learned = without_targets(captions[0].segments()[0])
+    [segment] = captions[0].segments()
+    nothing_learned = dataclasses.replace(segment, target=np.zeros_like(segment.target), weight=None)
     assert not luthier.collate([nothing_learned], media=paligemma_inputs).model_inputs["token_type_ids"].any()
 
 

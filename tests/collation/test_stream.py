@@ -1,6 +1,7 @@
 """From the store to batches: the counts that plans promise are the counts that batches have."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,6 @@ import torch
 
 from luthier.collation import collate_packs
 from luthier.config.schema import Overflow, Packing
-from luthier.layout.cutting import without_targets
 from luthier.ledger import Ledger
 from luthier.packing.epoch import describe, plan_epoch
 from luthier.packing.settings import PlanSettings
@@ -54,11 +54,16 @@ def prepared(tmp_path):
     )
 
 
+def blank(segment):
+    """The same tokens with nothing to learn."""
+    return replace(segment, target=np.zeros_like(segment.target), weight=None)
+
+
 def batches_of(index, plan, *, packed):
     for planned in plan:
         packs = [Pack(segments=tuple(index[i] for i in pack)) for pack in planned.packs]
         if planned.dummy:
-            packs = [Pack(segments=tuple(without_targets(s) for s in pack.segments)) for pack in packs]
+            packs = [Pack(segments=tuple(blank(segment) for segment in pack.segments)) for pack in packs]
         yield collate_packs(packs, packed=packed, pad_token_id=0)
 
 

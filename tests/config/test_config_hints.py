@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
-from luthier.config.explain import Meant, all_meanings, value_meant, what_is_meant
+from luthier.config.explain import TABLE, Meant, value_meant, what_is_meant
 from luthier.config.loading import load_config_text
 from luthier.config.tree import parse_path
 from luthier.config.words import all_keys, known_keys, schema_at
@@ -37,6 +38,16 @@ def faults(meant: Meant) -> list[str]:
     if not NAMED.search(text) and meant.told is None:
         found.append(f"{text} names no key")
     return found
+
+
+def all_meanings() -> list[tuple[str, Meant]]:
+    """Everything that the table may answer, each with where it stands."""
+    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    answers = [(key, what_is_meant(key)) for key in table["keys"]]
+    answers += [(f"{key}={value}", value_meant(key, value)) for key, of in table["values"].items() for value in of]
+    found = [(name, meant) for name, meant in answers if meant is not None]
+    assert len(found) == len(answers)
+    return found + [(pattern, Meant(told=group["why"])) for group in table["told"] for pattern in group["keys"]]
 
 
 def _fault_of(key: str, value: str) -> str | None:

@@ -309,7 +309,7 @@ def test_a_cancelled_request_is_told_nothing_more_and_leaves_nothing_behind(mode
     last = Followed()
     session.submit(requests(1)[0], last)
     assert last.ids() == answers(model, requests(1))[0, 0].ids.tolist()
-    assert session.keys() == () and session.rows_held() == 0
+    assert session.keys() == () and not len(session._answering.joined.lengths)
     session.close()
     assert threading.active_count() == threads
     with pytest.raises(ValueError, match="closed"):

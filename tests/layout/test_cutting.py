@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from luthier.config.schema import Overflow
 from luthier.errors import RowDropped, RowError, UserError
-from luthier.layout.cutting import cut_segment, plan_windows, without_targets
+from luthier.layout.cutting import cut_segment, plan_windows
 from luthier.records import Address, Segment
 
 ROW = Address(file="rows.jsonl", row=812)
@@ -96,12 +96,6 @@ def test_cutting_does_not_write_into_the_original():
     original = segment("AAAAAA")
     cut_segment(original, max_length=3, overflow=Overflow.SPLIT)
     assert original.target.all()
-
-
-def test_without_targets_keeps_the_tokens():
-    blank = without_targets(segment("..AA"))
-    assert blank.input_ids.tolist() == [0, 1, 2, 3]
-    assert not blank.target.any()
 
 
 @given(st.text("A.", min_size=1, max_size=60), st.integers(1, 12), st.sampled_from([Overflow.TRUNCATE, Overflow.SPLIT]))

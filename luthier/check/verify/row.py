@@ -29,14 +29,6 @@ OF_STRUCTURE = (Check.BRANCHES, Check.MEDIA_PLACES)  # where these fail, nothing
 OF_TURNS = (Check.PROMPT_TOKENS, Check.COMPLETION_TOKENS)
 
 
-def verify_row(row: records.Row, sample: records.Sample, encoder: RunSections) -> list[Violation]:
-    """What is not true of a row's sample, given the run's encoder (of which only files and options are used).
-
-    It loads the tokenizer anew; for many rows keep a `RowVerifier`.
-    """
-    return list(RowVerifier(encoder).verify(row, sample).violations)
-
-
 class RowVerifier:
     """Recomputes rows with plain renders and whole encodes, and compares samples with them."""
 

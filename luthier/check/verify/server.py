@@ -60,7 +60,7 @@ class TokenServer:
         """
         if self.dialect is None:
             self.dialect, self._model = self._find_dialect(), self._first_model()
-        sent = [_on_wire(message) for message in messages]
+        sent = wire_messages(messages)
         body: dict[str, object] = {"messages": sent, "chat_template_kwargs": dict(kwargs)}
         if tools:
             body["tools"] = [dict(tool) for tool in tools]
@@ -108,14 +108,13 @@ class TokenServer:
         )
 
 
-def wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def wire_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as the OpenAI interface has them: a tool call's arguments are a text, and each call has an id."""
-    return [_on_wire(plain_message(message)) for message in messages]
-
-
-def _on_wire(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = []
-    for number, call in enumerate(message.get("tool_calls", ())):
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        calls.append({"id": f"call_{number}"} | call | {"function": {**call["function"], "arguments": arguments}})
-    return {**message, "tool_calls": calls} if calls else dict(message)
+    sent = []
+    for message in messages:
+        calls = []
+        for number, call in enumerate(message.get("tool_calls", ())):
+            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            calls.append({"id": f"call_{number}"} | call | {"function": {**call["function"], "arguments": arguments}})
+        sent.append({**message, "tool_calls": calls} if calls else dict(message))
+    return sent
