@@ -95,10 +95,11 @@ class Problem:
         text = f"{self.where} {self.key}: {self.what}" if self.key else f"{self.where}: {self.what}"
         return text if self.hint is None else f"{text} ({self.hint})"
 
-    def place(self) -> tuple[bool, int]:
-        """By which problems are sorted: those of the file come first, line by line; overrides last, in their order."""
-        line = self.where.rpartition(":")[2]
-        return self.where.startswith("override "), int(line) if line.isdecimal() else 0
+
+def place_of(problem: Problem) -> tuple[bool, int]:
+    """By which problems are sorted: those of the file come first, line by line; overrides last, in their order."""
+    line = problem.where.rpartition(":")[2]
+    return problem.where.startswith("override "), int(line) if line.isdecimal() else 0
 
 
 class ConfigError(UserError):

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from luthier.errors import PluginError, UserError
 
@@ -112,10 +112,10 @@ def num_added() -> int:
 
 
 @cache
-def resolve(reference: str) -> Callable[..., Any]:
+def resolve(reference: str) -> Callable[..., object]:
     """The function that ``"package.module:name"`` stands for, where a table must not import what its rows need."""
     module, _, name = reference.partition(":")
-    found: Callable[..., Any] = vars(import_module(module))[name]
+    found: Callable[..., object] = vars(import_module(module))[name]
     return found
 
 

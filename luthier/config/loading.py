@@ -24,7 +24,7 @@ from luthier.config.peers import Peer, peer_of, unread_file
 from luthier.config.schema import RunConfig, Section
 from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, parse_path, put, show_path, show_value
 from luthier.config.yaml_text import MAX_DEPTH, Parsed, parse_yaml
-from luthier.errors import ConfigError, Problem
+from luthier.errors import ConfigError, Problem, place_of
 from luthier.plugins import load_plugins
 from luthier.writing import shortened
 
@@ -104,7 +104,7 @@ def _build(parsed: Parsed, name: str, overrides: Sequence[str], *, check_paths: 
             return replace(draft, machine=tuple(lacking))
         problems += lacking
     assert problems, "a description without a draft has problems"
-    raise ConfigError(sorted(problems, key=Problem.place))
+    raise ConfigError(sorted(problems, key=place_of))
 
 
 def _build_theirs(
@@ -138,9 +138,9 @@ def _build_theirs(
         if not translated.tree.entries:  # nothing of it is a run: what a run needs is not what is wrong with it
             raise ConfigError(problems) from None
         told = [translated.as_theirs(problem) for problem in error.problems]
-        raise ConfigError(sorted([*problems, *told], key=Problem.place)) from None
+        raise ConfigError(sorted([*problems, *told], key=place_of)) from None
     if problems:
-        raise ConfigError(sorted(problems, key=Problem.place))
+        raise ConfigError(sorted(problems, key=place_of))
     return replace(draft, translation=translated)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -242,7 +241,7 @@ class Encoder:
         """Load what makes much text quick, which does not pay for a few rows."""
         self.tokenizer.expect_much_text()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {
             name: getattr(self, name)
             for name in ("model", "options", "kind", "media", "blobs", "keep_answer_within", "document_end")

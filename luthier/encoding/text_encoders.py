@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import tokenizers
@@ -90,7 +90,7 @@ class FastokensEncoder:
     Raises `EncoderFailure` if the library is not installed or cannot read such a tokenizer.
     """
 
-    def __init__(self, spec: Mapping[str, Any], kept: Mapping[str, int], vocab_size: int) -> None:
+    def __init__(self, spec: Mapping[str, object], kept: Mapping[str, int], vocab_size: int) -> None:
         try:
             import fastokens
         except ImportError as error:

@@ -54,7 +54,7 @@ class Answerer:
         device = next(self.model.parameters()).device
         return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}, width
 
-    def features(self, request: Request) -> Mapping[str, Any]:
+    def features(self, request: Request) -> Mapping[str, object]:
         """What the processor makes of its media. Raises `RowError` where it cannot be answered."""
         limit = request.settings.max_length
         if limit is not None and len(request.prompt) >= limit:
@@ -66,7 +66,7 @@ class Answerer:
             return {}
         return self.media.features(request.media)
 
-    def scored(self, ids: Ids, start: int, features: Any, top: int = 0) -> NewTokens:
+    def scored(self, ids: Ids, start: int, features: object, top: int = 0) -> NewTokens:
         """``ids[start:]`` as if they had been emitted, with the ``top`` likeliest tokens at each place."""
         inputs, _ = self.inputs([ids], [features], answer_from=start)
         logits_TV = self.model(**inputs, use_cache=False).logits[0, start - 1 : -1].float()
@@ -91,7 +91,7 @@ class _WaitingRequest:
     request: Request
     follower: Follower | None
     begun: int = 0
-    features: Mapping[str, Any] | None = None
+    features: Mapping[str, object] | None = None
     cache: Cache | None = None
     row: int = 0
     scores_V: torch.Tensor | None = None
@@ -302,7 +302,7 @@ class _AnyString:
     def __init__(self, row: BatchRow, width: int, tokenizer: Tokenizer) -> None:
         self.strings, self.width, self.tokenizer = row.settings.stop_strings, width, tokenizer
 
-    def __call__(self, ids_BT: torch.Tensor, scores: object, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, ids_BT: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
         new_BT = ids_BT[:, self.width :].tolist()
         ended = [has_stop_string(new_T, self.strings, self.tokenizer) for new_T in new_BT]
         return torch.tensor(ended, device=ids_BT.device)
@@ -311,7 +311,7 @@ class _AnyString:
 def _beam_search(row: BatchRow, stops: Sequence[int], tokenizer: Tokenizer) -> GenerationConfig:
     """Every value that matters is said, as those that are not are filled in by transformers (top_k 50)."""
     told = row.settings
-    of_sampling: dict[str, Any] = {}
+    of_sampling: dict[str, object] = {}
     if told.do_sample:
         of_sampling = {
             "temperature": told.temperature or 1.0,

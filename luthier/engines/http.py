@@ -305,7 +305,7 @@ class HttpSampler:
             what = f"{self.client.url} knows no adapter {self._adapter}, which it was given: {refusal.message}"
             raise StaleWeights(what) from refusal
 
-    def _of_choice(self, choice: object, request: Request) -> tuple[list[Any], list[Any], str]:
+    def _of_choice(self, choice: object, request: Request) -> tuple[list[object], list[object], str]:
         told = _dict(choice)
         echoed = told.get("prompt_token_ids")
         if echoed is not None and echoed != request.prompt.tolist():

@@ -32,7 +32,7 @@ class _EndAligned(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         super().__init__()
         self.count = self.start = self.end = 0
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> object:
         """Write the new tokens [B, H, T, D] behind the others."""
         assert self.keys is not None and self.values is not None, "rows join before they are read"
         new = slice(self.end, self.end + key_states.shape[2])

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 
@@ -440,7 +440,7 @@ def check_reward_columns(config: RunConfig, segments: Segments) -> None:
         check_columns(config.rollout.rewards, columns_of(segments))
 
 
-def columns_of(segments: Segments) -> Iterator[tuple[bool, dict[str, Any]]]:
+def columns_of(segments: Segments) -> Iterator[tuple[bool, dict[str, object]]]:
     """Of the first rows whether each has an answer, and its columns for what judges answers to it."""
     for index in range(min(len(segments), ROWS_LOOKED_AT)):
         segment = segments[index]

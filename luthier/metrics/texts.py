@@ -240,13 +240,13 @@ def same_value(one: object, other: object) -> bool:
     return type(one) is type(other) and one == other
 
 
-def calls_same_tools(expected: Mapping[str, Any], generated: Mapping[str, Any]) -> float | None:
+def calls_same_tools(expected: Mapping[str, object], generated: Mapping[str, object]) -> float | None:
     """Whether two messages call tools of the same names in the same order. Two that call none have no say."""
     wanted, found = _calls(expected), _calls(generated)
     return None if not wanted and not found else float([name for name, _ in wanted] == [name for name, _ in found])
 
 
-def makes_same_calls(expected: Mapping[str, Any], generated: Mapping[str, Any]) -> float | None:
+def makes_same_calls(expected: Mapping[str, object], generated: Mapping[str, object]) -> float | None:
     """The same with the same arguments, which are compared as JSON values."""
     if (named := calls_same_tools(expected, generated)) is None:
         return None

@@ -341,7 +341,7 @@ def _excluded(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts)
     return "|".join([*([] if outside is None else [outside]), *routers]) or None
 
 
-def _lora_config(model: PreTrainedModel, section: AdapterConfig, **common: Any) -> LoraConfig:
+def _lora_config(model: PreTrainedModel, section: AdapterConfig, **common: object) -> LoraConfig:
     names = [name for name, _ in model.named_parameters()]
     for wanted in section.target_parameters:
         if not any(name == wanted or name.endswith(f".{wanted}") for name in names):

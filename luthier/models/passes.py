@@ -340,10 +340,10 @@ class ValueHead(nn.Module):
             local_copy(self.weight_D).copy_(torch.tensor(numbers["weight"]))
             local_copy(self.bias).fill_(numbers["bias"])
 
-    def _save_to_state_dict(self, *_: Any) -> None:
+    def _save_to_state_dict(self, *_: object) -> None:
         """Nothing, and nothing is missed in `_load_from_state_dict`."""
 
-    def _load_from_state_dict(self, *_: Any) -> None:
+    def _load_from_state_dict(self, *_: object) -> None:
         """See `_save_to_state_dict`."""
 
 

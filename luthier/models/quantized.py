@@ -42,7 +42,7 @@ _INT4_GROUP = 128  # weights that share a scale in torchao's int4
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def loading_config(section: QuantizationConfig, computed_in: torch.dtype, kept: Iterable[str]) -> Any:
+def loading_config(section: QuantizationConfig, computed_in: torch.dtype, kept: Iterable[str]) -> object:
     """What ``from_pretrained`` takes as ``quantization_config``. ``computed_in`` is what ``compute_dtype: auto`` means;
     ``kept`` names all modules that keep their bits."""
     skip = list(kept)
@@ -61,7 +61,7 @@ def loading_config(section: QuantizationConfig, computed_in: torch.dtype, kept: 
             return TorchAoConfig(_torchao_config(section.type), modules_to_not_convert=skip)
 
 
-def _torchao_config(kind: QuantizationType) -> Any:
+def _torchao_config(kind: QuantizationType) -> object:
     from torchao.quantization import Float8WeightOnlyConfig, Int4WeightOnlyConfig, Int8WeightOnlyConfig
 
     match kind:

@@ -199,7 +199,7 @@ class _LossSum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_sum: torch.Tensor, _losses: torch.Tensor, _correct: torch.Tensor
+        ctx: object, grad_sum: torch.Tensor, _losses: torch.Tensor, _correct: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         return *hand_over_(ctx, grad_sum), None, None, None
 

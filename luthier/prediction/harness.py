@@ -65,7 +65,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         self.prompts[text] = ids.tolist()
         return text
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
         """Ids of a text, or those that it stands for."""
         if string in self.prompts:
             return self.prompts[string]
@@ -80,7 +80,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return pair
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: object
     ) -> list[tuple[float, bool]]:
         return [self._scored(context, continuation) for _, context, continuation in requests]
 

@@ -63,7 +63,7 @@ def judgements(
     return found
 
 
-def _line(told: Mapping[str, Any]) -> bytes:
+def _line(told: Mapping[str, object]) -> bytes:
     return json.dumps(told, ensure_ascii=False).encode() + b"\n"
 
 

@@ -18,7 +18,7 @@ GROUP = "answers"  # a function whose first parameter has this name is asked of 
 TellParent = Callable[..., None]
 
 
-def begin() -> tuple[Callable[..., Any] | None, TellParent]:
+def begin() -> tuple[Callable[..., object] | None, TellParent]:
     """What the command line names, and what tells results. None, where it cannot be had, which has been told."""
     path, name, most = sys.argv[1], sys.argv[2], int(sys.argv[3])
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -72,7 +72,7 @@ def main() -> None:
             tell(call=call["call"], error="gives no list of as many rewards as there are answers")
 
 
-def wanted(function: Callable[..., Any]) -> tuple[str, set[str] | None, list[str]]:
+def wanted(function: Callable[..., object]) -> tuple[str, set[str] | None, list[str]]:
     """The name of a function's first parameter, the keywords that it takes (None: all), and those that it needs and
     nobody offers."""
     try:
@@ -88,7 +88,7 @@ def wanted(function: Callable[..., Any]) -> tuple[str, set[str] | None, list[str
     return first.name, {other.name for other in named}, needed
 
 
-def is_of_trl(function: Callable[..., Any]) -> bool:
+def is_of_trl(function: Callable[..., object]) -> bool:
     """Whether a function has the parameter by which TRL gives answers."""
     try:
         return AS_TRL in inspect.signature(function).parameters

@@ -51,7 +51,7 @@ class DrawnAnswer:
     num_tokens: int = 0
     group: int = 0
     outcome: float | None = None
-    conversation: Sequence[Mapping[str, Any]] = ()
+    conversation: Sequence[Mapping[str, object]] = ()
     address: Address = NOWHERE
     prompt_ids: NDArray[np.int32] | None = None
     ids: NDArray[np.int32] | None = None
@@ -190,7 +190,7 @@ class RewardJudge:
         return lambda answers: map(judge, answers)
 
 
-def check_columns(rewards: Sequence[RewardConfig], questions: Iterable[tuple[bool, Mapping[str, Any]]]) -> None:
+def check_columns(rewards: Sequence[RewardConfig], questions: Iterable[tuple[bool, Mapping[str, object]]]) -> None:
     """Raise `UserError` for a metric that compares with what none of the questions has: a column, or the right answer.
     Of each question it is told whether it has an answer, and its columns; no more are looked at than needed."""
     comparing = {number: one.column for number, one in enumerate(rewards) if one.metric and _compares(one.metric)}

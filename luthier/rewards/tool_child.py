@@ -24,7 +24,7 @@ MOST_CHARACTERS = 100_000  # of a tool's result
 class _Untitled(GenerateJsonSchema):
     """Names of arguments are not said again as their titles."""
 
-    def field_title_should_be_set(self, schema: Any) -> bool:
+    def field_title_should_be_set(self, schema: object) -> bool:
         """Never."""
         return False
 

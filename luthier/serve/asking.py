@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from pydantic import ValidationError
@@ -281,7 +281,7 @@ def reader_of(
     prompt: Ids,
     *,
     tools: Tools | None,
-    kwargs: Mapping[str, Any] | None,
+    kwargs: Mapping[str, object] | None,
     stop_strings: Sequence[str],
 ) -> AnswerReader:
     """What reads an answer behind a prompt as a message; as one text where the model's template writes answers that

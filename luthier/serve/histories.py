@@ -45,8 +45,8 @@ class Histories:
     def of_messages(
         self,
         messages: Sequence[wire.MessageBody],
-        tools: Sequence[Mapping[str, Any]] | None,
-        kwargs: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, object]] | None,
+        kwargs: Mapping[str, object] | None,
     ) -> Sample:
         """The generation prompt of a history. Raises `RefusedRequest`."""
         return self._sample(as_prompt(self._record(messages, tools)), kwargs)
@@ -54,8 +54,8 @@ class Histories:
     def of_answer(
         self,
         messages: Sequence[wire.MessageBody],
-        tools: Sequence[Mapping[str, Any]] | None,
-        kwargs: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, object]] | None,
+        kwargs: Mapping[str, object] | None,
     ) -> Segment:
         """A conversation that ends with an answer, as training shows it to a reward model: the better one of a pair.
         Raises `RefusedRequest`."""
@@ -68,7 +68,9 @@ class Histories:
         pair = Preference(prompt=tuple(history), chosen=(last,), rejected=(other,), tools=record.tools)
         return self._sample(pair, kwargs).segments()[0]
 
-    def _record(self, messages: Sequence[wire.MessageBody], tools: Sequence[Mapping[str, Any]] | None) -> Conversation:
+    def _record(
+        self, messages: Sequence[wire.MessageBody], tools: Sequence[Mapping[str, object]] | None
+    ) -> Conversation:
         items = sum(
             not isinstance(part, wire.TextPart)
             for message in messages
@@ -91,7 +93,7 @@ class Histories:
         assert isinstance(record, Conversation), "messages make a conversation"
         return record
 
-    def _sample(self, record: Conversation | Preference, kwargs: Mapping[str, Any] | None) -> Sample:
+    def _sample(self, record: Conversation | Preference, kwargs: Mapping[str, object] | None) -> Sample:
         renderer = self._renderer(kwargs or {})
         try:
             (outcome,) = encode_rows([record], renderer, self.encoder.assembler, self._measurer)
@@ -138,7 +140,7 @@ class Histories:
             raise wire.RefusedRequest(400, what, code="invalid_value", param="prompt")
         return found.astype(np.int32)
 
-    def _renderer(self, kwargs: Mapping[str, Any]) -> Renderer:
+    def _renderer(self, kwargs: Mapping[str, object]) -> Renderer:
         key = json.dumps(kwargs, sort_keys=True)
         if key in self._renderers:
             self._renderers.move_to_end(key)
@@ -155,7 +157,7 @@ class Histories:
             self._renderers.popitem(last=False)
         return made
 
-    def _check_variables(self, kwargs: Mapping[str, Any]) -> None:
+    def _check_variables(self, kwargs: Mapping[str, object]) -> None:
         tokenizer = self.encoder.tokenizer
         template = tokenizer.template
         known = frozenset() if template is None else template.variables
@@ -187,7 +189,7 @@ def _as_row(message: wire.MessageBody, place: str) -> JsonObject:
     if message.reasoning_content and message.thinking and message.reasoning_content != message.thinking:
         what = "reasoning_content and thinking are two names of one thing, and differ"
         raise wire.RefusedRequest(400, what, code="invalid_value", param=f"{place}.thinking")
-    content: Any = message.content
+    content: object = message.content
     if isinstance(content, list):
         content = [_as_part(part, f"{place}.content[{number}]") for number, part in enumerate(content)]
     calls = [_as_call(call) for call in message.tool_calls or ()]

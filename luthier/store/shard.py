@@ -275,7 +275,7 @@ def media_from_bytes(encoded: bytes) -> tuple[tuple[MediaItem, ...], str]:
     return tuple(map(_item, parts)), for_rewards
 
 
-def _plain(item: MediaItem) -> list[Any]:
+def _plain(item: MediaItem) -> list[object]:
     kind = next(kind for kind, of_kind in MEDIA.items() if isinstance(item.media, of_kind))
     return [kind, _values(item.media), _values(item.header), item.start, item.length, item.encoder_length]
 

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,7 +223,7 @@ class SampleStore:
             )
         return SampleStore(self.folder, now, before=self)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return SampleStore, (self.folder, self._manifest)
 
     def __len__(self) -> int:

@@ -198,7 +198,7 @@ def answer_all(
 
 
 def _judged(
-    question: Question, record: GenerationRecord, message: Mapping[str, Any] | None, tokenizer: Tokenizer
+    question: Question, record: GenerationRecord, message: Mapping[str, object] | None, tokenizer: Tokenizer
 ) -> JudgedAnswer:
     expected, control = question.expected(tokenizer), tokenizer.control
     return JudgedAnswer(
@@ -249,7 +249,7 @@ def read_back(
     ids: Ids,
     tokenizer: Tokenizer,
     stop_strings: Sequence[str] = (),
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, object]] = (),
 ) -> dict[str, object] | None:
     """An answer read back as a message; None where the template's answers cannot be read back."""
     try:

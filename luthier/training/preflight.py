@@ -28,7 +28,7 @@ from luthier.config.objective import OBJECTIVES
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import AdapterConfig, AdapterType, Precision, RunConfig, Sharding, Strategy
 from luthier.encoding.encoder import Encoder
-from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, UserError, first_line
+from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, UserError, first_line, place_of
 from luthier.loader.settings import answer_faults, data_faults, media_of
 from luthier.media import MediaSource
 from luthier.models.adapter_files import check_mergeable, shape_existing
@@ -87,7 +87,7 @@ def check_run(draft: Draft) -> list[str]:
             found += _model(draft, encoder, notes)
     problems += [problem for problem in found if problem.key not in told]
     if problems:
-        raise ConfigError(sorted(problems, key=Problem.place))
+        raise ConfigError(sorted(problems, key=place_of))
     return notes
 
 

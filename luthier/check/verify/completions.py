@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
-from typing import Any
 
 from luthier.check.verify.findings import Check, Method
 from luthier.check.verify.plain_template import PlainTemplate, Tools
@@ -57,7 +56,7 @@ class Said:
 
     thought: str
     texts: tuple[str, ...]
-    calls: tuple[Mapping[str, Any], ...]
+    calls: tuple[Mapping[str, object], ...]
 
     @classmethod
     def of(cls, parts: Sequence[Part], shown: Callable[[str], str]) -> Said:

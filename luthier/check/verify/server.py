@@ -53,7 +53,7 @@ class TokenServer:
         """Ids of the prompt that the server makes of a history, generation prompt included. Raises as `ids_of`."""
         return self.ids_of([plain_message(message) for message in messages], tools, kwargs)
 
-    def ids_of(self, messages: Sequence[Mapping[str, Any]], tools: Tools, kwargs: Mapping[str, object]) -> Ids:
+    def ids_of(self, messages: Sequence[Mapping[str, object]], tools: Tools, kwargs: Mapping[str, object]) -> Ids:
         """`prompt_ids` of messages as chat templates take them.
 
         Raises `UserError` if the server cannot be reached, refuses, or answers with something else than ids.

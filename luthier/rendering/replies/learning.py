@@ -266,7 +266,7 @@ _WORDS = (
     'Say "<tool_call>" and </think>, then <|im_end|> [TOOL_CALLS] 是的 🙂',
     "```json\n{}\n```",
 )
-_ARGUMENTS: tuple[Mapping[str, Any], ...] = (
+_ARGUMENTS: tuple[Mapping[str, object], ...] = (
     {"city": "Köln", "days": 3, "wind": 2.5, "exact": True},
     {"text": 'He said "no",\nthen left: {x}, </tool_call> \\ <|im_end|> 東京 🙂'},
     {"where": {"lat": -1.5, "names": ["a", "b"]}, "tags": [], "none": {}},

@@ -84,7 +84,7 @@ def has_state(folder: Path, name: str) -> bool:
     return (folder / (name + STRUCTURE)).exists()
 
 
-def _read(folder: Path, name: str, tensor: Callable[[str], torch.Tensor]) -> Any:
+def _read(folder: Path, name: str, tensor: Callable[[str], torch.Tensor]) -> object:
     path = folder / (name + STRUCTURE)
     try:
         return _decoded(json.loads(path.read_bytes(), parse_constant=_no_constant), tensor)

@@ -247,7 +247,7 @@ def _change(name: str, rounds: tuple[GenerationRound, ...]) -> Text:
     return Text.assemble(before, (f"{last.scores[name]:.4g}", "bold"), (told, "dim"))
 
 
-def _rows(ledger: Mapping[str, Any]) -> Text:
+def _rows(ledger: Mapping[str, object]) -> Text:
     dropped, quarantined, waiting = ledger["dropped"], ledger["quarantined"], ledger["not_yet_trained"]
     return Text.assemble(
         f"{ledger['read']:,} read = {ledger['trained']:,} trained + ",

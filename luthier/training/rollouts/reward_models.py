@@ -319,7 +319,7 @@ def _shared_base(adapter: AdapterConfig, policy: PreTrainedModel | PeftModel | N
     are trained, or have been changed for the adapter."""
     if not isinstance(policy, PeftModel) or mutates_base(adapter) or adapter.modules_to_save:
         return None
-    shared: dict[int, Any] = {id(one): one for one in chain(policy.parameters(), policy.buffers())}
+    shared: dict[int, object] = {id(one): one for one in chain(policy.parameters(), policy.buffers())}
     base = copy.deepcopy(policy, shared).unload()
     if any(one.requires_grad for one in base.parameters()):
         return None

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import PurePath
-from typing import Any
 
 from luthier.config.rollout import RolloutConfig
 from luthier.config.schema import GenerateConfig
@@ -67,7 +66,7 @@ class Talks:
     tools: ToolBox | None = None
     environment: EnvironmentProcess | None = None
     _note: NoteCount = lambda what, count: None
-    _known: dict[Address, tuple[Conversation, Mapping[str, Any]]] = field(default_factory=dict)
+    _known: dict[Address, tuple[Conversation, Mapping[str, object]]] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raise `TemplateError` where calls of tools cannot be read back under the chat template."""
