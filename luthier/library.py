@@ -477,17 +477,17 @@ def _estimate(
 
     Raises `ModelError` if the model's config cannot be read or says too little, `UserError` for an unknown device.
     """
-    from luthier.check.plan import estimate
+    from luthier.check.plan import estimate, memory, work
     from luthier.models.model import run_device
 
     config = loaded.config
     kind = "cuda" if device is not None else run_device(config)
-    in_16_bits = estimate.computes_in_16_bits(config, on_gpu=kind == "cuda")
+    in_16_bits = memory.computes_in_16_bits(config, on_gpu=kind == "cuda")
     of_device = estimate.present_device if device is None else estimate.device_named
     return estimate.estimate_run(
         config,
-        estimate.shape_of_run(config, loaded.encoder.tokenizer),
-        estimate.EpochWork.of_plan(schedule.epoch(0), schedule.rows.whole()),
+        work.shape_of_run(config, loaded.encoder.tokenizer),
+        work.EpochWork.of_plan(schedule.epoch(0), schedule.rows.whole()),
         of_device(device or kind, in_16_bits=in_16_bits),
         total_steps=found.total_steps,
         num_devices=found.num_ranks,
