@@ -16,6 +16,9 @@ from luthier.config.tree import MappingNode, parse_path
 from luthier.config.words import schema_at
 from luthier.config.yaml_text import parse_yaml
 from luthier.errors import ConfigError
+from luthier.records import Conversation, Preference
+from luthier.sources.rows import RawRow
+from luthier.sources.source import open_sources
 
 RUN = "model: preset:tiny-qwen3\ndataset: preset:skills\ntuner_type: lora\n"
 TABLE: dict[str, Any] = dict(SWIFT.table)
@@ -128,6 +131,7 @@ def test_keys_become_what_they_mean_here(text: str, ours: str, value: object) ->
     ("use_chat_template: false\n", "use_chat_template"),
     ("lora_rank: 0\n", "lora_rank"),
     ("cutoff_len: 5\n", "cutoff_len"),  # another tool's
+    ("reward_funcs: [accuracy]\n", "reward_funcs"),
 ], ids=str)  # fmt: skip
 def test_what_is_wrong_or_missing_is_told_by_their_key(text: str, key: str) -> None:
     lines = "".join(line for line in RUN.splitlines(keepends=True) if line.split(":")[0] not in text)
@@ -156,9 +160,23 @@ def test_rows_in_columns_that_they_alone_use_are_read(tmp_path: Path, row: dict[
     text += "rlhf_type: dpo\n" if "rejected_response" in row else ""
     (source,) = load_config_text(text, "theirs.yaml", check_paths=False).data.train
     assert (source.format, source.columns) == found
-    beside = {"messages": [], "rejected_response": "c"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(beside) + "\n", encoding="utf-8")
-    assert keys_refused(f"{text.replace('rlhf_type: dpo', '')}rlhf_type: dpo\n") == ["dataset"]
+
+
+@pytest.mark.parametrize("worse", [
+    {"rejected_response": "c"},
+    {"rejected_messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}]},
+], ids=["response", "messages"])  # fmt: skip
+def test_messages_beside_a_worse_answer_are_a_pair_for_dpo_and_a_conversation_for_sft(
+    tmp_path: Path, worse: dict[str, object]
+) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages, **worse}) + "\n", encoding="utf-8")
+    text = RUN.replace("preset:skills", str(tmp_path / "rows.jsonl"))
+    for kind, wanted in (("rlhf_type: dpo\n", Preference), ("rlhf_type: rm\n", Preference), ("", Conversation)):
+        run = load_config_text(text + kind, "theirs.yaml", check_paths=False)
+        (source,) = open_sources(run.data.train, seed=0)
+        (row,) = source.rows()
+        assert isinstance(row, RawRow) and isinstance(source.convert(row), wanted)
 
 
 def test_a_file_trains(tmp_path: Path) -> None:

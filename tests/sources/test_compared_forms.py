@@ -29,6 +29,10 @@ PAIRS: dict[str, dict[str, Any]] = {
     "prompt as messages, answers as texts": {"prompt": [USER], "chosen": "Hello", "rejected": "What"},
     "implicit prompt": {"chosen": [USER, ASSISTANT], "rejected": [USER, BAD]},
     "prompt said twice": {"prompt": "Hi", "chosen": [USER, ASSISTANT], "rejected": [USER, BAD]},
+    "an answer beside a worse one": {"messages": [USER, ASSISTANT], "rejected_response": "What"},
+    "an answer beside a worse message": {"messages": [USER, ASSISTANT], "rejected": BAD},
+    "an answer beside the whole of a worse one": {"messages": [USER, ASSISTANT], "rejected_messages": [USER, BAD]},
+    "responses": {"instruction": "Hi", "chosen_response": "Hello", "rejected_response": "What"},
     "scores beside": {"prompt": "Hi", "chosen": "Hello", "rejected": "What", "score_chosen": 7, "score_rejected": 2},
 }
 

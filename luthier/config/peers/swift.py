@@ -145,7 +145,7 @@ def _source(reading: translation.Translator, key: str, index: int, text: str) ->
     if columns := _columns(reading):
         source["columns"] = columns
     if (found := columns_of(name)) is not None and not columns:
-        source |= _laid_out(reading, at, found.names)
+        source |= _laid_out(reading, found.names)
     if Path(name).expanduser().exists() or name.startswith((".", "/", "~", "preset:")) or Path(name).suffix:
         return {"path": name, **source}
     name, _, subset = name.partition(":")
@@ -158,15 +158,14 @@ def _source(reading: translation.Translator, key: str, index: int, text: str) ->
     return {"path": f"{'hub' if from_hf else 'modelscope'}:{name}", **source}
 
 
-def _laid_out(reading: translation.Translator, at: str, names: Collection[str]) -> dict[str, object]:
+def _laid_out(reading: translation.Translator, names: Collection[str]) -> dict[str, object]:
     """Local rows in the columns that ms-swift alone uses."""
-    is_pair = "rejected_response" in names and _kind(reading) is not None
-    if is_pair and "messages" in names:
-        reading.refuse(at, "messages beside a rejected_response are not read as a pair", "name the last answer chosen "
-                       "and the other one rejected, with the messages before them in the column messages")  # fmt: skip
+    worse = {"rejected_response", "rejected_messages"} & set(names)
+    if "messages" in names:  # swift sft learns the messages alone
+        return {"columns": {"rejected": "none"}} if worse and _kind(reading) is None else {}
     if not {"query", "response"} <= set(names):
         return {}
-    if is_pair:
+    if worse and _kind(reading) is not None:
         columns = {"prompt": "query", "chosen": "response", "rejected": "rejected_response"}
         return {"format": "preference", "columns": columns}
     return {"format": "alpaca", "columns": {"prompt": "query", "response": "response"}}

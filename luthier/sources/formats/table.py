@@ -34,8 +34,9 @@ from luthier.writing import counted
 
 
 def convert_messages(reading: Reading) -> Row:
-    """ShareGPT and OpenAI: a list of messages, with ``chosen``/``rejected`` or a verdict if the row has them."""
-    if reading.has("chosen") and reading.has("rejected"):
+    """ShareGPT and OpenAI: a list of messages, with ``chosen``/``rejected`` or a verdict if the row has them. Messages
+    beside a ``rejected`` alone are the better side."""
+    if reading.has("rejected") and (reading.has("chosen") or reading.has("messages")):
         return convert_preference(reading)
     if not reading.has("messages"):
         raise reading.missing("messages")
@@ -106,6 +107,8 @@ def _labelled(reading: Reading, pieces: list[object]) -> Document:
 
 def convert_preference(reading: Reading) -> Preference:
     """A prompt with a better and a worse continuation; the prompt may also be what both continuations begin with."""
+    if reading.has("messages") and reading.has("rejected") and not reading.has("chosen"):
+        return _answer_and_worse(reading)
     for name in ("chosen", "rejected"):
         if not reading.has(name):
             raise reading.missing(name)
@@ -155,6 +158,25 @@ def _answered(reading: Reading, *, mark_prompt: bool) -> Conversation:
             for message in prompt
         ]
     return reading.conversation([*prompt, *reading.continuation("response")])
+
+
+def _answer_and_worse(reading: Reading) -> Preference:
+    """A conversation whose last answer is the chosen one, beside a worse one, or all that ends with it."""
+    messages, media = reading.prompt(), reading.fresh_media()
+    shared = next(at for at in range(len(messages), -1, -1) if at == 0 or messages[at - 1].role != "assistant")
+    if shared in (0, len(messages)):
+        what = "a question and its answer" if messages else "messages"
+        detail = f"beside a rejected answer the messages end with {what}, of which the answer is the chosen one"
+        raise RowError("not_an_answer", detail, field=reading.field("messages"))
+    rejected = reading.continuation("rejected", media)
+    if rejected[0].role == "assistant":
+        return reading.preference(messages[:shared], messages[shared:], rejected, prompt_field=reading.prompt_field())
+    media.finish()
+    rejected = reading.with_system(rejected)
+    if (shared := _common_prefix(messages, rejected)) == 0:
+        raise _no_common_prompt(messages, rejected, reading)
+    field = reading.field("messages")
+    return reading.preference(messages[:shared], messages[shared:], rejected[shared:], prompt_field=field)
 
 
 def _no_common_prompt(chosen: list[Message], rejected: list[Message], reading: Reading) -> RowError:
@@ -332,8 +354,8 @@ _LOSS = {"train_on": ("train_on",), "continue_final_message": ("continue_final_m
 _EXPECTED: Mapping[str, tuple[str, ...]] = {"expected": ()}
 _SHARED = {"system": ("system", "system_prompt"), "tools": ("tools",), **_MEDIA, **_EXPECTED}
 _PAIR = {
-    "chosen": ("chosen", "chosen_messages"),
-    "rejected": ("rejected", "rejected_messages"),
+    "chosen": ("chosen", "chosen_messages", "chosen_response"),
+    "rejected": ("rejected", "rejected_messages", "rejected_response"),
     "margin": ("margin",),
 }
 _ANSWERED = {**_SHARED, **_LOSS, **_PAIR, "kto_tag": ("kto_tag",)}  # by a conversation, a pair or with a verdict
@@ -388,7 +410,7 @@ _ROWS: Mapping[str, FormatRule] = {
             **_WEIGHT,
             **_PAIR,
         },
-        needs=(("chosen", "rejected"),),
+        needs=(("chosen", "rejected"), ("messages", "rejected")),
         convert=convert_preference,
     ),
     Format.FEEDBACK: FormatRule(
