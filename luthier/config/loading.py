@@ -8,10 +8,11 @@ Neither torch nor transformers is imported: a mistake is reported in a fraction 
 from __future__ import annotations
 
 import codecs
+import difflib
 import json
 import os
+from collections.abc import Collection, Sequence
 from collections.abc import Mapping as Dictionary
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_origin
@@ -87,7 +88,9 @@ def _build(parsed: Parsed, name: str, overrides: Sequence[str], *, check_paths: 
     if tree is None:
         _, more = apply_overrides(MappingNode(where=Where(source=name)), overrides)
         raise ConfigError([*problems, *more])
-    if (peer := peer_of(tree)) is not None:
+    peer = peer_of(tree)
+    tree = _without_stores(tree, parsed.marked, RunConfig.model_fields if peer is None else peer.known)
+    if peer is not None:
         return _build_theirs(peer, tree, problems, name, overrides, check_paths=check_paths, to_train=to_train)
     if (unread := unread_file(tree)) is not None:
         raise ConfigError([*problems, unread])
@@ -142,6 +145,13 @@ def _build_theirs(
     if problems:
         raise ConfigError(sorted(problems, key=place_of))
     return replace(draft, translation=translated)
+
+
+def _without_stores(tree: MappingNode, marked: Collection[str], known: Collection[str]) -> MappingNode:
+    """The tree without keys that only keep values for ``*name``. One that is spelled much like a known key stays, and
+    is refused."""
+    spare = {key for key in marked if key not in known and not difflib.get_close_matches(key, list(known), cutoff=0.75)}
+    return replace(tree, entries={key: node for key, node in tree.entries.items() if key not in spare})
 
 
 def _no_mapping(tree: Node) -> Problem:

@@ -181,17 +181,22 @@ MAX_NODES = 10_000  # values in a file, with every alias written out: no run des
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parsed:
-    """What became of a text: the tree (None if there is nothing to work with) and all that was wrong with it."""
+    """What became of a text: the tree (None if there is nothing to work with) and all that was wrong with it.
+
+    ``marked``: keys of the outermost mapping with values (``&name``) that stand elsewhere, too (``*name``).
+    """
 
     tree: Node | None
     problems: tuple[Problem, ...] = ()
+    marked: frozenset[str] = frozenset()
 
 
 def parse_yaml(text: str, name: str, *, line_numbers: bool = True) -> Parsed:
     """Read one YAML document. ``name`` is what messages call it; without ``line_numbers`` they name only that."""
     composer = _Composer(text=text, name=name, line_numbers=line_numbers)
     try:
-        return Parsed(tree=composer.document(), problems=tuple(composer.problems))
+        root = composer.document()
+        return Parsed(tree=root, problems=tuple(composer.problems), marked=frozenset(composer.marked))
     except _Refused as refusal:
         return Parsed(tree=None, problems=(*composer.problems, refusal.problem))
     except MarkedYAMLError as error:
@@ -223,6 +228,8 @@ class _Composer:
     line_numbers: bool
     problems: list[Problem] = field(default_factory=list)
     anchors: dict[str, Node | None] = field(default_factory=dict)  # None: still open, an alias would be a loop
+    homes: dict[str, str | int] = field(default_factory=dict)  # anchor -> the outermost key that it stands below
+    marked: set[str] = field(default_factory=set)
     count: int = 0
     position: int = 0
 
@@ -243,7 +250,7 @@ class _Composer:
 
     def node(self, event: Event, path: KeyPath) -> Node:
         if isinstance(event, AliasEvent):
-            return self.alias(event)
+            return self.alias(event, path)
         assert isinstance(event, ScalarEvent | SequenceStartEvent | MappingStartEvent), event
         if event.tag is not None:
             tag = str(event.tag).replace("tag:yaml.org,2002:", "!!")
@@ -253,6 +260,7 @@ class _Composer:
             raise self.refuse(event, f"values are nested more than {MAX_DEPTH} deep", "a run description needs about 5")
         if event.anchor is not None:
             self.anchors[event.anchor] = None
+            self.homes[event.anchor] = path[0] if path else ""
         match event:
             case ScalarEvent():
                 made: Node = self.scalar(event)
@@ -324,7 +332,7 @@ class _Composer:
             entries = {**base.entries, **entries}
         return entries
 
-    def alias(self, event: AliasEvent) -> Node:
+    def alias(self, event: AliasEvent, path: KeyPath) -> Node:
         name = event.anchor
         if name not in self.anchors:
             raise self.refuse(event, f"*{name} stands for a value marked &{name}, and there is none above",
@@ -333,6 +341,8 @@ class _Composer:
         if target is None:
             raise self.refuse(event, f"*{name} stands inside the value that it stands for", "write the value out")
         self.spend(event, target.size)
+        if (home := self.homes[name]) != path[0]:
+            self.marked.add(str(home))
         return replace(target, where=self.where(event))
 
     def spend(self, event: Event, size: int) -> None:

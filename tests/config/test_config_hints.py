@@ -170,3 +170,77 @@ def test_a_slip_in_a_file_of_ours_is_not_taken_for_another_tool() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config_text(GOOD + "training: {max_steps: 1}\n", check_paths=False)
     assert [problem.key for problem in caught.value.problems] == ["training"]
+
+
+# ------------------------------------------------------------------------------------------------ files of other tools
+
+
+OF_TOOLS = {
+    "LLaMA-Factory": "model_name_or_path: preset:tiny-qwen3\nstage: sft\ndo_train: true\ntemplate: qwen3\n"
+    "dataset: rows\nfinetuning_type: lora\noutput_dir: out\n",
+    "axolotl": "base_model: preset:tiny-qwen3\nadapter: lora\nlora_r: 8\nlora_target_linear: true\n"
+    "datasets: [{path: r.jsonl, type: chat_template}]\n",
+    "TRL": "model_name_or_path: preset:tiny-qwen3\ndataset_name: preset:skills\nuse_peft: true\npacking: true\n",
+    "ms-swift": "model: preset:tiny-qwen3\ndataset: preset:skills\ntuner_type: lora\n",
+}
+
+
+@pytest.mark.parametrize(("tool", "first", "second"), [
+    *((tool, "bf16", "fp16") for tool in OF_TOOLS),
+    *((tool, "load_in_4bit", "load_in_8bit") for tool in ("axolotl", "TRL")),
+    ("LLaMA-Factory", "mask_history", "train_on_prompt"),
+    ("LLaMA-Factory", "use_dft_loss", "use_eaft_loss"),
+    ("LLaMA-Factory", "pure_bf16", "bf16"),
+])  # fmt: skip
+def test_keys_of_a_tool_that_contradict_each_other_are_refused_together(tool: str, first: str, second: str) -> None:
+    for one, other, is_fine in ((first, None, True), (first, second, False)):
+        lines = "".join(f"{key}: true\n" for key in (one, other) if key is not None)
+        try:
+            load_config_text(OF_TOOLS[tool] + lines, "theirs.yaml", check_paths=False)
+        except ConfigError as error:
+            found = [problem for problem in error.problems if problem.key == second]
+            assert not is_fine and found and first in found[0].what
+        else:
+            assert is_fine
+
+
+@pytest.mark.parametrize(("tool", "key", "theirs"), [
+    ("LLaMA-Factory", "micro_batch_size", "per_device_train_batch_size"),
+    ("LLaMA-Factory", "sequence_len", "cutoff_len"),
+    ("ms-swift", "cutoff_len", "max_length"),
+    ("ms-swift", "micro_batch_size", "per_device_train_batch_size"),
+    ("axolotl", "cutoff_len", "sequence_len"),
+    ("axolotl", "datasets", "type"),
+])  # fmt: skip
+def test_a_key_of_one_tool_in_a_file_of_another_is_told_by_the_name_that_the_other_has(
+    tool: str, key: str, theirs: str
+) -> None:
+    text = OF_TOOLS[tool]
+    text = text.replace("type: chat", "typ: chat") if key == "datasets" else f"{text}{key}: 5\n"
+    with pytest.raises(ConfigError) as caught:
+        load_config_text(text, "theirs.yaml", check_paths=False)
+    assert [problem.hint for problem in caught.value.problems if "such key" in problem.what] == [
+        f"did you mean {theirs}?"
+    ]
+
+
+KEPT = "mine: &rate 1.0e-3\nshared: &lora {KEY: 4}\n"
+
+
+@pytest.mark.parametrize(("tool", "rank", "below"), [
+    ("LLaMA-Factory", "lora_rank", ""), ("axolotl", "lora_r", ""), ("TRL", "lora_r", ""), ("ms-swift", "lora_rank", ""),
+    ("ours", "r", "adapter: {type: lora, <<: *lora}\ntrain: {learning_rate: *rate}\n"),
+])  # fmt: skip
+def test_a_key_that_keeps_values_for_aliases_is_no_fault_and_one_that_is_misspelt_is(
+    tool: str, rank: str, below: str
+) -> None:
+    text = GOOD if tool == "ours" else OF_TOOLS[tool].replace("lora_r: 8\n", "")
+    used = below or "<<: *lora\nlearning_rate: *rate\n"
+    kept = KEPT.replace("KEY", rank)
+    run = load_config_text(kept + text + used, "run.yaml", ["objective.name=sft"], check_paths=False)
+    assert (run.adapter.r, run.train.learning_rate) == (4, 1e-3)
+    misspelt = ("modell: &seed 5\n" if tool == "ours" else "learning_rat: &seed 5\n") + text
+    misspelt += "runtime: {seed: *seed}\n" if tool == "ours" else "seed: *seed\n"
+    for unused in (f"{text}mine: &rate 1.0e-3\n", misspelt):
+        with pytest.raises(ConfigError):
+            load_config_text(unused, "run.yaml", ["objective.name=sft"], check_paths=False)

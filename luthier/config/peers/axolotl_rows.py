@@ -6,6 +6,7 @@ which a run has one.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -457,10 +458,9 @@ class _DataSet:
                 self.reading.passed[f"{self.at}.{key}"] = table["passed"][key]
             elif key in table["missing"]:
                 self._refuse(key, table["missing"][key])
-            elif key == "conversation":
-                self._refuse(key, "FastChat's templates are not there", "write chat_template, such as chatml")
             else:
-                self._refuse(key, "a data set has no such key", "remove the line")
+                near = difflib.get_close_matches(key, [name for group in table.values() for name in group], n=1)
+                self._refuse(key, "a data set has no such key", f"did you mean {near[0]}?" if near else "remove it")
         return settings
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from luthier.config.explain import Meant, our_name, what_is_meant
 from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, find, parse_path, plain, put, show_path
-from luthier.config.words import kinds, known_keys, schema_at
+from luthier.config.words import all_keys, kinds, known_keys, schema_at
 from luthier.config.yaml_text import parse_yaml
 from luthier.errors import Problem
 from luthier.writing import JsonObject
@@ -103,14 +103,16 @@ class Peer:
 
     def _nearest(self, key: str) -> str | None:
         """The key of this tool that means what another tool's ``key`` does, else the one that is spelled most alike."""
-        same = (
-            name for name in sorted(self.known) if (ours := self._ours(name)) is not None and ours == self._ours(key)
-        )
+        ours = self._ours(key)
+        of_name = {one.rpartition(".")[2] for one in ours}
+        by_name = sorted(self.known, key=lambda name: (name not in of_name, name))
+        same = (name for name in by_name if ours & self._ours(name))
         return next(same, next(iter(difflib.get_close_matches(key, self.known, n=1)), None))
 
-    def _ours(self, key: str) -> str | None:
+    def _ours(self, key: str) -> frozenset[str]:
+        """What a key may be here: what the tables say, or the keys of the same name."""
         meant: str | None = self.table["keys"].get(key) or our_name(key)
-        return meant
+        return _of_name().get(key, frozenset()) if meant is None else frozenset({meant})
 
     @property
     def known(self) -> frozenset[str]:
@@ -140,6 +142,7 @@ class Peer:
             for key in [key for key in reading.entries if key not in reading.read]:
                 read_one(reading, key)
             _outside(reading)
+            reading.tell_apart()
         return Translation(
             peer=self.name, tree=reading.tree, origins=reading.origins, told=tuple(reading.told),
             passed=reading.passed, problems=tuple(reading.problems),
@@ -149,6 +152,13 @@ class Peer:
 @functools.cache
 def _table(file: str) -> Mapping[str, Any]:
     return tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _of_name() -> Mapping[str, frozenset[str]]:
+    """Our dotted keys by their last name."""
+    names = {key.rpartition(".")[2] for key in all_keys()}
+    return {name: frozenset(key for key in all_keys() if key.rpartition(".")[2] == name) for name in names}
 
 
 @functools.cache
@@ -233,6 +243,13 @@ class Translator:
     def refuse(self, key: str, what: str, hint: str | None = None) -> None:
         """There is a problem with a key of theirs; the rest is read on."""
         self.problems.append(Problem(where=str(self.where(key)), key=key, what=what, hint=hint))
+
+    def tell_apart(self) -> None:
+        """Refuse all but the first of keys that the file has on together, and of which the tool takes one."""
+        for group in self.peer.table.get("apart", ()):
+            on = [key for key in group if key not in self.defaults and self.flag(key)]
+            for key in on[1:]:
+                self.refuse(key, f"{on[0]} ({self.where(on[0]).short}) is on, too", "keep one of the two")
 
     def pass_over(self, keys: Iterable[str], why: str) -> None:
         """Keys of theirs, those that the file has, decide nothing here."""

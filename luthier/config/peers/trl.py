@@ -293,8 +293,6 @@ def _model(reading: translation.Translator) -> None:
     in_4bit, in_8bit = reading.flag("load_in_4bit"), reading.flag("load_in_8bit")
     kind, double = str(reading.take("bnb_4bit_quant_type") or "nf4"), reading.flag("use_bnb_nested_quant")
     computed = reading.take("bnb_4bit_compute_dtype") or dtype
-    if in_4bit and in_8bit:
-        reading.refuse("load_in_8bit", "load_in_4bit is true, too", "keep one of them")
     reading.origins["model.quantization"] = "load_in_4bit" if in_4bit else "load_in_8bit"
     if in_4bit:
         reading.set("model.quantization.type", kind, "load_in_4bit")
