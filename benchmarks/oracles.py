@@ -23,11 +23,14 @@ from tests.oracles.conventions import CONVENTIONS
 from tests.oracles.families import family, trained_names
 from tests.oracles.hostile import hostile_chats
 from tests.oracles.refusals import is_true
+from tests.oracles.test_stock_templates import verdict_of
 from tests.oracles.text_is_text import TextIsText
 from tests.oracles.training_masks import compare, turns
 from tests.oracles.vocabulary import encoder_of, whole_tokenizer
 
 Cells = tuple[str, ...]
+# of rows that are taken, and the heads of their columns
+VERDICTS = {"exact": "exact", "prompt of inference": "prompt", "template reads control strings": "text only"}
 
 
 def main() -> int:
@@ -50,7 +53,7 @@ def main() -> int:
         "edges",
     )
     write("targets against TRL's training templates", columns, masks)
-    write("hostile conversations", ("template", "exact", "text only", "refused", "wrong"), hostile)
+    write("hostile conversations", ("template", *VERDICTS.values(), "refused", "wrong"), hostile)
     unexplained = sum(row[-1] not in ("", _edges(CONVENTIONS[row[0]].odd)) for row in masks)
     return 1 if unexplained or any(row[-1] != "0" for row in hostile) else 0
 
@@ -70,25 +73,24 @@ def mask_rows(scratch: Path) -> Iterator[Cells]:
 
 
 def hostile_rows(scratch: Path) -> Iterator[Cells]:
-    """One row per template: what became of the hostile conversations."""
+    """One row per template: what became of the hostile conversations, as the test of them judges."""
     base = tokenizer_folder("tiny")
     chats = hostile_chats()
     rows = [as_conversation(chat, tools) for chat, tools in chats.values()]
     for name, stock in catalogue().items():
         oracle = TextIsText(stock, whole_tokenizer(base))
         encoder = encoder_of(base, scratch / name.replace("/", "-"), stock, train_on="last_assistant")
-        exact = text_only = wrong = 0
-        refused = Counter[str]()
-        for (chat, tools), outcome in zip(chats.values(), encoder.encode_many(rows), strict=True):
+        taken, refused = Counter[str](), Counter[str]()
+        for (case, (chat, tools)), outcome in zip(chats.items(), encoder.encode_many(rows), strict=True):
             if isinstance(outcome, RowError):
                 refused[outcome.reason] += 1
-                wrong += not is_true(outcome, stock, chat, tools)
+                taken["wrong"] += not is_true(outcome, stock, chat, tools)
                 continue
-            allowed = oracle.expected(chat, tools)
-            is_exact = allowed is not None and outcome.unroll()[-1][0].tolist() in allowed
-            exact, text_only = exact + is_exact, text_only + (allowed is None)
-            wrong += allowed is not None and not is_exact
-        yield name, str(exact), str(text_only), _counts(refused), str(wrong)
+            try:
+                taken[verdict_of(outcome, oracle, chat, tools, case)] += 1
+            except AssertionError:
+                taken["wrong"] += 1
+        yield name, *(str(taken[verdict]) for verdict in VERDICTS), _counts(refused), str(taken["wrong"])
 
 
 def _counts(counts: dict[str, int] | Counter[str]) -> str:

@@ -12,6 +12,7 @@ import time
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from luthier.errors import RowError
 from luthier.records import Conversation, Row, Sample, Text
 from tests.oracles.chat_rows import Chat, as_conversation, assistant, call, result, system, tool, user
 from tests.oracles.families import Stock
-from tests.oracles.refusals import TROUBLE
+from tests.oracles.refusals import TROUBLE, switches_of
 from tests.oracles.text_is_text import TextIsText
 from tests.oracles.training_masks import with_stop_of_next_header
 from tests.oracles.vocabulary import all_tags
@@ -192,13 +193,18 @@ class Checker:
             findings.note("trained", f"{self.stock.name} {case}")
 
     def _is_behind_prompt(self, text: str, whole: str, chat: Chat, tools: Tools) -> bool:
-        """Whether it is the prompt of inference with the answer behind it, where the history prints it otherwise."""
-        try:
-            prompt = _nfc(self.stock.render(chat[:-1], tools, add_generation_prompt=True))
-        except TROUBLE:
-            return False
+        """Whether it is a prompt of inference with the answer behind it, where the history prints it otherwise."""
+        return any(self._is_behind(prompt, text, whole) for prompt in self._prompts(chat, tools))
+
+    def _prompts(self, chat: Chat, tools: Tools) -> Iterator[str]:
+        for switch in switches_of(self.stock):
+            with suppress(*TROUBLE):
+                yield _nfc(self.stock.render(chat[:-1], tools, add_generation_prompt=True, **switch))
+
+    def _is_behind(self, prompt: str, text: str, whole: str) -> bool:
         completion = text.removeprefix(prompt)
-        answer = completion.rpartition("</think>")[2].lstrip()  # a thought that the prompt opens is closed
+        is_open = prompt.rfind("<think>") > prompt.rfind("</think>")
+        answer = (completion.rpartition("</think>")[2] if is_open else completion).lstrip()
         ended = whole.removesuffix("\n") if answer.endswith(self.stock.stops.all) else whole  # inference ends there
         return text.startswith(prompt) and bool(answer) and ended.endswith(answer)
 
