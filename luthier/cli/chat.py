@@ -226,7 +226,10 @@ class _Talk:
         self.console.print()
         self.answers.append(answer)
         if self.show_tokens:
-            self._tell_tokens(answer)
+            tokenizer = self.dialogue.run.encoder.tokenizer
+            for what, ids in (("prompt", answer.prompt.tolist()), ("answer", answer.ids.tolist())):
+                told = " ".join(f"{number}:{tokenizer.decode([number])!r}" for number in ids)
+                self._say(f"{what}, {counted(len(ids), 'token')}: {told}", style="dim")
         if answer.finish is None or answer.finish.value == "length":
             self._say("stopped" if answer.finish is None else "cut off at generate.max_new_tokens", style="yellow")
         if answer.num_malformed:
@@ -254,12 +257,6 @@ class _Talk:
 
     def _ask_for_result(self) -> None:
         self._say(f"what does {self.calls[0].name} give? (the next line)", style="dim")
-
-    def _tell_tokens(self, answer: DialogueAnswer) -> None:
-        tokenizer = self.dialogue.run.encoder.tokenizer
-        for what, ids in (("prompt", answer.prompt.tolist()), ("answer", answer.ids.tolist())):
-            told = " ".join(f"{number}:{tokenizer.decode([number])!r}" for number in ids)
-            self._say(f"{what}, {counted(len(ids), 'token')}: {told}", style="dim")
 
     def _write(self, text: str, style: str = "") -> None:
         self.console.print(Words(text, style=style), end="", soft_wrap=True, highlight=False)

@@ -97,7 +97,12 @@ class Draft:
         if error.key is not None:
             return error.key
         if isinstance(error, errors.SourceError):
-            return self._key_of_source(error)
+            data = self.config.data
+            for name, sources in (("data.train", data.train), ("data.eval", data.eval)):
+                for index, source in enumerate(sources):
+                    if source.path == error.path:
+                        return f"{name}[{index}].path"
+            return None if error.path is None or data.registry is None else "data.registry"
         named = (self._known_key(found[0]) for found in _KEY.finditer(error.message))
         return next((key for key in named if key is not None), None) or self.key_of_class(error)
 
@@ -124,14 +129,6 @@ class Draft:
         if problem.where == errors.UNPLACED:
             problem = replace(problem, where=self.problem(problem.key, "", "").where)
         return problem if self.translation is None else self.translation.as_theirs(problem)
-
-    def _key_of_source(self, error: errors.SourceError) -> str | None:
-        data = self.config.data
-        for name, sources in (("data.train", data.train), ("data.eval", data.eval)):
-            for index, source in enumerate(sources):
-                if source.path == error.path:
-                    return f"{name}[{index}].path"
-        return None if error.path is None or data.registry is None else "data.registry"
 
     def key_of_class(self, error: errors.UserError) -> str | None:
         """The key that errors of this class are about where they name none."""

@@ -120,7 +120,13 @@ def _what_was_meant(section: KeyPath, key: str, value: object) -> tuple[str, Key
         return f"write objective: {{{name}{', ' if inside else ''}{inside}}}", ("objective",)
     in_section = what_is_meant(show_path((*section, key)), value) if section else None
     if (ours := in_section or what_is_meant(key, value)) is not None:
-        return _other_tools_word(ours)
+        if ours.key is None:
+            return str(ours.told), None
+        path = parse_path(ours.key)
+        assert path is not None, ours
+        if ours.value is not None:
+            return f"Luthier's name for it is {ours.key}: write {ours.key}: {ours.value}", path
+        return f"Luthier's name for it is {ours.key}{_of(path)}", path
     elsewhere = [full for full in all_keys() if full.rsplit(".", 1)[1] == key]
     if elsewhere:
         return f"{key} belongs in another section: {' or '.join(elsewhere)}", parse_path(elsewhere[0])
@@ -130,16 +136,6 @@ def _what_was_meant(section: KeyPath, key: str, value: object) -> tuple[str, Key
     if (close := nearest(key, by_name)) is not None:
         return f"did you mean {by_name[close]}?", parse_path(by_name[close])
     return f"allowed here: {', '.join(here)}", None
-
-
-def _other_tools_word(meant: Meant) -> tuple[str, KeyPath | None]:
-    if meant.key is None:
-        return str(meant.told), None
-    path = parse_path(meant.key)
-    assert path is not None, meant
-    if meant.value is not None:
-        return f"Luthier's name for it is {meant.key}: write {meant.key}: {meant.value}", path
-    return f"Luthier's name for it is {meant.key}{_of(path)}", path
 
 
 def _of(path: KeyPath) -> str:

@@ -339,17 +339,13 @@ def register_loss(loss: Loss) -> None:
             ObjectiveConfig.model_fields[key] = FieldInfo.from_annotation(cast(type[Any], NonNegative | None))
             ObjectiveConfig.model_fields[key].default = None
             ObjectiveConfig.model_fields[key].description = f"``{loss.name}``: {says}"
-    _rebuild()
+    # Make the section know its new keys, and with it what holds it: the whole run description, where that stands.
+    ObjectiveConfig.model_rebuild(force=True)
+    for section in Section.__subclasses__():
+        if any(field.annotation is ObjectiveConfig for field in section.model_fields.values()):
+            section.model_rebuild(force=True)
 
 
 def register_objective(objective: Objective) -> None:
     """Add an objective to the table. Raises `PluginError` where there is one of this name."""
     OBJECTIVES.add(objective.name, objective)
-
-
-def _rebuild() -> None:
-    """Make the section know its new keys, and with it what holds it: the whole run description, where that stands."""
-    ObjectiveConfig.model_rebuild(force=True)
-    for section in Section.__subclasses__():
-        if any(field.annotation is ObjectiveConfig for field in section.model_fields.values()):
-            section.model_rebuild(force=True)

@@ -280,7 +280,10 @@ def _frame(template: ChatTemplate, kind: str, token: str, control: Set[str]) -> 
         shown, plain = map(template.render, told)
     except RowError:
         return None
-    own = _inserted(shown, plain)
+    # What the one text has more than the other: ``"<s>[IMG]so"``, ``"<s>so"`` -> ``"[IMG]"``.
+    start = next((at for at, pair in enumerate(zip(shown, plain, strict=False)) if pair[0] != pair[1]), len(plain))
+    rest = plain[start:]
+    own = shown[start : len(shown) - len(rest)] if shown.endswith(rest) else shown[start:]
     if own.count(token) != 1:
         return None
     # "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "\n" -> the first three
@@ -295,10 +298,3 @@ def _frame(template: ChatTemplate, kind: str, token: str, control: Set[str]) -> 
 
 
 _WORDS = records.Text(text="so")
-
-
-def _inserted(longer: str, shorter: str) -> str:
-    """What the one text has more than the other: ``"<s>[IMG]so"``, ``"<s>so"`` -> ``"[IMG]"``."""
-    start = next((at for at, pair in enumerate(zip(longer, shorter, strict=False)) if pair[0] != pair[1]), len(shorter))
-    rest = shorter[start:]
-    return longer[start : len(longer) - len(rest)] if longer.endswith(rest) else longer[start:]

@@ -165,7 +165,12 @@ class Assembler:
         numbers: dict[str, int] = {}  # of the texts to encode
         drafts: list[_PendingSample] = []
         for row in rows:
-            assembly = self._assembly(row)
+            key = row.blueprint, tuple(expansion.text for expansion in row.expansions)
+            assembly = self._assemblies.get(key)
+            if assembly is None:
+                if len(self._assemblies) >= (MOST_WITH_MEDIA if row.expansions else MOST_ASSEMBLIES):
+                    self._assemblies.clear()
+                assembly = self._assemblies[key] = _Assembly(*key, self.tokenizer)
             texts = [run.text(row.values) for run in assembly.texts]
             own = [numbers.setdefault(text, len(numbers)) for text in texts] if not row.allowed else []
             drafts.append(_PendingSample(row=row, assembly=assembly, texts=texts, numbers=own))
@@ -182,15 +187,6 @@ class Assembler:
             next(good) if error is None else error.at(draft.row.address)
             for draft, error in zip(drafts, blame, strict=True)
         ]
-
-    def _assembly(self, row: Filled) -> _Assembly:
-        key = row.blueprint, tuple(expansion.text for expansion in row.expansions)
-        known = self._assemblies.get(key)
-        if known is None:
-            if len(self._assemblies) >= (MOST_WITH_MEDIA if row.expansions else MOST_ASSEMBLIES):
-                self._assemblies.clear()
-            known = self._assemblies[key] = _Assembly(*key, self.tokenizer)
-        return known
 
     def _sample(self, draft: _PendingSample, encoded: Sequence[NDArray[np.int32]]) -> Sample | RowError:
         row, assembly = draft.row, draft.assembly

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer
 
 from luthier import __version__
 from luthier.check.golden import PARITY_FILE, PARITY_VERSION, Parity, file_faults, read_parity, write_parity
@@ -376,20 +376,16 @@ def _write(run: TrainedRun, engine: LocalEngine, folder: Path, dtype: str) -> li
             notes.append("the quantized weights are made whole")
     del model
     engine.model = merged = merged.to(getattr(torch, dtype))
-    merged.generation_config.eos_token_id = _stops(merged, run.stops)
+    # All ids that end an answer, those first that the model names itself, as others may read the first alone.
+    said = merged.generation_config.eos_token_id
+    named = [] if said is None else [said] if isinstance(said, int) else list(said)
+    every = [*(stop for stop in named if stop in run.stops), *sorted(run.stops - set(named))]
+    merged.generation_config.eos_token_id = every[0] if len(every) == 1 else every
     merged.config.get_text_config().use_cache = True
     processor = None if engine.media is None or engine.media.source is None else engine.media.source.folder
     save_model(merged, folder, run.encoder.tokenizer, processor=processor, max_shard_gb=run.config.export.max_shard_gb)
     (folder / CARD).write_text(_card(run, dtype), encoding="utf-8")
     return notes
-
-
-def _stops(model: PreTrainedModel, stops: frozenset[int]) -> int | list[int]:
-    """All ids that end an answer, those first that the model names itself, as others may read the first alone."""
-    said = model.generation_config.eos_token_id
-    named = [] if said is None else [said] if isinstance(said, int) else list(said)
-    every = [*(stop for stop in named if stop in stops), *sorted(stops - set(named))]
-    return every[0] if len(every) == 1 else every
 
 
 def _card(run: TrainedRun, dtype: str) -> str:

@@ -283,7 +283,13 @@ def _new_adapter(
     model: PreTrainedModel, section: AdapterConfig, parts: ModelParts, new_ids: Sequence[int]
 ) -> PeftModel:
     targets = _targets(model, section, parts)
-    _check_modules_to_save(model, section.modules_to_save)
+    modules = [name for name, _ in model.named_modules() if name]
+    for wanted in section.modules_to_save:
+        if not any(name == wanted or name.endswith("." + wanted) for name in modules):
+            raise ModelError(
+                f"adapter.modules_to_save: the model has no module {wanted!r}",
+                hint=f"there are {', '.join(_collapse(modules))}",
+            )
     _check_some_targeted(model, section, parts)
     # a reward model's head is new, so it is trained as a whole, which PEFT knows by the kind of task
     common: dict[str, object] = {
@@ -461,16 +467,6 @@ def _targets(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) 
 
 def _of_parts(parts: ModelParts, section: AdapterConfig) -> str:
     return f" in {', '.join(section.train_parts)} (adapter.train_parts)" if parts else ""
-
-
-def _check_modules_to_save(model: PreTrainedModel, names: list[str]) -> None:
-    modules = [name for name, _ in model.named_modules() if name]
-    for wanted in names:
-        if not any(name == wanted or name.endswith("." + wanted) for name in modules):
-            raise ModelError(
-                f"adapter.modules_to_save: the model has no module {wanted!r}",
-                hint=f"there are {', '.join(_collapse(modules))}",
-            )
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -112,7 +112,9 @@ def compare_predictions(
         if told is None:
             continue
         if metric.is_of_rows:
-            verdicts[name] = _verdicts(metric, answers_a, answers_b)
+            # Of each question; a row without a say is neither.
+            pairs = zip(values_of(metric, answers_a), values_of(metric, answers_b), strict=True)
+            verdicts[name] = [_verdict(fmean(one), fmean(other)) if one and other else "" for one, other in pairs]
             better, worse, equal = (verdicts[name].count(what) for what in ("better", "worse", "equal"))
             told = replace(told, better=better, worse=worse, equal=equal)
         found.append(told)
@@ -207,12 +209,6 @@ def _compared(
         p=p,
         lower_is_better=metric.of_losses is not None,
     )
-
-
-def _verdicts(metric: Metric, a: Sequence[Answered], b: Sequence[Answered]) -> list[str]:
-    """Of each question; a row without a say is neither."""
-    pairs = zip(values_of(metric, a), values_of(metric, b), strict=True)
-    return [_verdict(fmean(one), fmean(other)) if one and other else "" for one, other in pairs]
 
 
 def _verdict(a: float, b: float) -> str:

@@ -95,7 +95,8 @@ def encode_chunks(
             num_workers = min(usable_cores(), MOST_WORKERS)
             yield from _encode_here_first(chunks, encoder, readers, num_workers, bytes_left)
         elif workers == 0:
-            yield from _encode_here(chunks, encoder, readers)
+            for chunk in chunks:
+                yield chunk.tag, encode_rows(encoder, readers, chunk.rows, chunk.source_ids)
         else:
             yield from _encode_elsewhere(chunks, encoder, readers, workers)
 
@@ -145,13 +146,6 @@ def _few_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-def _encode_here(
-    chunks: Iterable[Chunk[Tag]], encoder: RowEncoder, readers: Sequence[RowReader]
-) -> Iterator[tuple[Tag, list[Outcome]]]:
-    for chunk in chunks:
-        yield chunk.tag, encode_rows(encoder, readers, chunk.rows, chunk.source_ids)
 
 
 def _encode_here_first(

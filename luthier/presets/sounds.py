@@ -158,7 +158,13 @@ def _play(tones: Sequence[_Samples], rng: Random) -> bytes:
     start = rng.randint(0, min(count - len(played), round(_LATEST * SAMPLING_RATE)))
     samples = _NOISE * _white(count, rng)
     samples[start : start + len(played)] += rng.uniform(0.4, 0.9) * played
-    return _wav(samples)
+    # Samples from -1 to 1 as PCM, in which 128 is silence.
+    data = np.clip(np.rint(128 + 127 * samples), 0, 255).astype(np.uint8).tobytes()
+    data += b"\0" * (len(data) % 2)  # chunks have even lengths; the header counts without it
+    form = struct.pack("<HHIIHH", 1, 1, SAMPLING_RATE, SAMPLING_RATE, 1, 8)
+    chunks = b"WAVE" + b"fmt " + struct.pack("<I", len(form)) + form
+    chunks += b"data" + struct.pack("<I", len(samples)) + data
+    return b"RIFF" + struct.pack("<I", len(chunks)) + chunks
 
 
 def _course_tone(course: Sequence[float], seconds: float, timbre: Timbre, rng: Random) -> _Samples:
@@ -190,13 +196,3 @@ def _white(count: int, rng: Random) -> _Samples:
 
 def _silence(seconds: float) -> _Samples:
     return np.zeros(round(seconds * SAMPLING_RATE))
-
-
-def _wav(samples: _Samples) -> bytes:
-    """Samples from -1 to 1 as PCM, in which 128 is silence."""
-    data = np.clip(np.rint(128 + 127 * samples), 0, 255).astype(np.uint8).tobytes()
-    data += b"\0" * (len(data) % 2)  # chunks have even lengths; the header counts without it
-    form = struct.pack("<HHIIHH", 1, 1, SAMPLING_RATE, SAMPLING_RATE, 1, 8)
-    chunks = b"WAVE" + b"fmt " + struct.pack("<I", len(form)) + form
-    chunks += b"data" + struct.pack("<I", len(samples)) + data
-    return b"RIFF" + struct.pack("<I", len(chunks)) + chunks

@@ -132,7 +132,13 @@ def decode_strict(raw: bytes | str) -> object:
         _diagnose(raw, error)
     num_keys = _count_keys(data)
     if num_keys and _may_repeat_keys(raw, num_keys):
-        _refuse_repeated_keys(raw, num_keys)
+        # With all strings replaced by nothing, every colon left belongs to a key.
+        num_written = _STRING.sub(b"", raw).count(b":")
+        if num_written != num_keys:
+            raise RowError(
+                "duplicate_key",
+                f"{counted(num_written, 'key is', 'keys are')} written, {num_keys} are different: {_repeated_key(raw)}",
+            )
     return data
 
 
@@ -177,16 +183,6 @@ def _may_repeat_keys(raw: bytes, num_keys: int) -> bool:
             return True
         num_quoted_colons -= raw.count(b'\\":')
     return num_quoted_colons != num_keys or _SPACED_COLON.search(raw) is not None
-
-
-def _refuse_repeated_keys(raw: bytes, num_keys: int) -> None:
-    # With all strings replaced by nothing, every colon left belongs to a key.
-    num_written = _STRING.sub(b"", raw).count(b":")
-    if num_written != num_keys:
-        raise RowError(
-            "duplicate_key",
-            f"{counted(num_written, 'key is', 'keys are')} written, {num_keys} are different: {_repeated_key(raw)}",
-        )
 
 
 def _repeated_key(raw: bytes) -> str:

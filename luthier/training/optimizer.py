@@ -181,7 +181,13 @@ def _transformers_own(model: nn.Module, args: TrainingArguments, train: TrainCon
         settings["triton"] = False
     optimizer: torch.optim.Optimizer = kind(_groups(model, args.weight_decay), **settings)
     if kind.__module__.startswith("bitsandbytes") and settings.get("optim_bits") == 8:
-        _keep_embeddings_in_32_bits(model)
+        # Optimizer states of 8 bits are too coarse for embeddings (arXiv:2110.02861).
+        from bitsandbytes.optim import GlobalOptimManager
+
+        manager = GlobalOptimManager.get_instance()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                manager.register_module_override(module, "weight", {"optim_bits": 32})
     return optimizer
 
 
@@ -365,16 +371,6 @@ def split_by_rate(optimizer: torch.optim.Optimizer, factors: dict[int, float]) -
         settings = {name: value for name, value in group.items() if name != "params"}
         for factor, weights in by_factor.items():
             optimizer.add_param_group({**settings, "params": weights, "lr": settings["lr"] * factor})
-
-
-def _keep_embeddings_in_32_bits(model: nn.Module) -> None:
-    """Optimizer states of 8 bits are too coarse for embeddings (arXiv:2110.02861)."""
-    from bitsandbytes.optim import GlobalOptimManager
-
-    manager = GlobalOptimManager.get_instance()
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            manager.register_module_override(module, "weight", {"optim_bits": 32})
 
 
 def make_scheduler(

@@ -41,7 +41,9 @@ class ReferenceTokenizer:
         self.stop_ids = frozenset(self.control_ids[token] for token in self.stops)
         bos = files.special_tokens.get("bos_token")
         self.bos_id = None if bos is None else self._whole.token_to_id(bos)
-        self._anchor = self._find_anchor()
+        # A control token that a completion may stand behind without being changed by it.
+        stops = sorted(self.files.plain & self.stops) or sorted(self.files.plain & self.files.special)
+        self._anchor = stops[0] if stops else None
 
     def __len__(self) -> int:
         """Number of ids, added tokens included."""
@@ -181,11 +183,6 @@ class ReferenceTokenizer:
         found = self._whole.token_to_id(token)
         assert found is not None, f"{token!r} is in the vocabulary"
         return int(found)
-
-    def _find_anchor(self) -> str | None:
-        """A control token that a completion may stand behind without being changed by it."""
-        stops = sorted(self.files.plain & self.stops) or sorted(self.files.plain & self.files.special)
-        return stops[0] if stops else None
 
 
 def _array(ids: Sequence[int]) -> Ids:

@@ -78,9 +78,6 @@ class TokenServer:
                 answer = self._client.post("/tokenize", {"content": prompt, "add_special": True, "parse_special": True})
             case _:
                 raise AssertionError(self.dialect)
-        return self._ids(answer)
-
-    def _ids(self, answer: Mapping[str, object]) -> Ids:
         tokens = answer.get("tokens")
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise self._strange("/tokenize", "no list of ids under 'tokens'")

@@ -312,7 +312,14 @@ def _concatenated(family: Family, key: str, rows: Sequence[Features], *, by_row:
     axis = 0 if by_row else batching.axis
     if batching.pad is not None:
         arrays = _padded(arrays, axis, batching.pad)
-    _check_shapes(family, key, arrays, axis)
+    shapes = {tuple(np.delete(array.shape, axis).tolist()) for array in arrays}
+    types = {array.dtype for array in arrays}
+    if len(shapes) > 1 or len(types) > 1:
+        listed = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
+        raise ModelError(
+            f"{key!r} of {family.name} cannot be batched along axis {axis}: the rows have {listed}",
+            hint="declare how it is padded in the family's row, or train with one row a batch",
+        )
     if len(arrays) == 1:
         return arrays[0]
     as_it_lies = _one_piece(arrays) if axis == 0 else None
@@ -366,14 +373,3 @@ def _padded(arrays: list[NDArray[np.generic]], axis: int, pad: float | tuple[flo
         full[tuple(slice(size) for size in array.shape)] = array
         padded.append(full)
     return padded
-
-
-def _check_shapes(family: Family, key: str, arrays: list[NDArray[np.generic]], axis: int) -> None:
-    shapes = {tuple(np.delete(array.shape, axis).tolist()) for array in arrays}
-    types = {array.dtype for array in arrays}
-    if len(shapes) > 1 or len(types) > 1:
-        listed = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
-        raise ModelError(
-            f"{key!r} of {family.name} cannot be batched along axis {axis}: the rows have {listed}",
-            hint="declare how it is padded in the family's row, or train with one row a batch",
-        )

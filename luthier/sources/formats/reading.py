@@ -154,16 +154,13 @@ class Reading:
         the two, where the source drops them."""
         system = self.text("system")
         if self.layout.drop_system:
-            return self._without_system(messages)
+            kept = [message for message in messages if message.role != "system"]
+            if not kept:
+                raise RowError("empty_messages", "the list has system messages only", field=self.prompt_field())
+            return kept
         if not system or messages[0].role == "system":
             return messages
         return [Message(role="system", parts=(Text(text=system),)), *messages]
-
-    def _without_system(self, messages: list[Message]) -> list[Message]:
-        kept = [message for message in messages if message.role != "system"]
-        if not kept:
-            raise RowError("empty_messages", "the list has system messages only", field=self.prompt_field())
-        return kept
 
     def label(self) -> bool:
         """The verdict of a feedback row; raises `RowError` if it is neither true nor false."""
