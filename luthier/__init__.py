@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from luthier.check.verify.run import VerifyProgress as VerifyProgress
     from luthier.collation.collator import collate as collate
     from luthier.collation.collator import media_inputs as media_inputs
-    from luthier.collation.media_inputs import MediaInputs as MediaInputs
+    from luthier.collation.grid import MediaInputs as MediaInputs
     from luthier.config.choices import Overflow as Overflow
     from luthier.config.choices import Packing as Packing
     from luthier.config.choices import RowKind as RowKind
@@ -218,11 +218,11 @@ if TYPE_CHECKING:
     from luthier.store.store import SampleStore as SampleStore
     from luthier.templating.limits import TemplateLimits as TemplateLimits
     from luthier.templating.limits import TemplateSettings as TemplateSettings
-    from luthier.training.losses.parts import ObjectiveParts as ObjectiveParts
-    from luthier.training.losses.parts import micro_loss as micro_loss
     from luthier.training.losses.step_losses import MicroLoss as MicroLoss
+    from luthier.training.losses.step_losses import ObjectiveParts as ObjectiveParts
     from luthier.training.losses.step_losses import Stateless as Stateless
     from luthier.training.losses.step_losses import StepLosses as StepLosses
+    from luthier.training.losses.step_losses import micro_loss as micro_loss
     from luthier.training.report.events import Note as Note
     from luthier.training.report.events import Saved as Saved
     from luthier.training.report.events import Started as Started

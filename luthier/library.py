@@ -289,7 +289,7 @@ def plan_of(loaded: Loaded, schedule: StreamPlan) -> RunPlan:
     """The run's plan, without an estimate."""
     from luthier.check.plan.costs import history_cost, plan_run
     from luthier.loader.settings import warmup_steps
-    from luthier.training.schedule import FEW_STEPS, length_notes, ways_to_more_steps
+    from luthier.training.streams import FEW_STEPS, length_notes, ways_to_more_steps
 
     ranks, total_steps, first = schedule.settings.num_ranks, schedule.count_steps(), schedule.epoch(0)
     ways = ways_to_more_steps(loaded.config, schedule.rows, num_ranks=ranks) if total_steps < FEW_STEPS else ()

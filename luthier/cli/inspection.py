@@ -26,7 +26,7 @@ from luthier.cli.output import (
     tell_preparation,
 )
 from luthier.errors import UserError
-from luthier.writing import counted
+from luthier.writing import counted, write_text
 
 if TYPE_CHECKING:
     from luthier.sources import RepeatedIds
@@ -245,7 +245,6 @@ def _show_rollouts(
 
         from luthier.config.loading import load_config
         from luthier.training.report.drawn_answers import chosen_groups, groups_page, groups_text
-        from luthier.writing import write_text
 
         if run.is_file():
             run = load_config(run, overrides or ()).output.dir

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from luthier.cli.output import JsonTarget, Output, Overrides, reporting
 from luthier.errors import UserError
-from luthier.writing import JsonObject, counted
+from luthier.writing import JsonObject, counted, to_json, write_text
 
 if TYPE_CHECKING:
     from luthier.serve.running import Listening
@@ -165,7 +165,6 @@ def evaluate(
     """
     with reporting(json) as told:
         from luthier.prediction.tasks import TaskOptions, evaluate_tasks
-        from luthier.writing import to_json, write_text
 
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         options = TaskOptions(tasks=names, limit=limit, num_fewshot=fewshot, chat=not plain)

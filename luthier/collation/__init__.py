@@ -12,8 +12,7 @@ from luthier.collation.collator import (
     to_batch,
     unpacked,
 )
-from luthier.collation.grid import CollateSettings, Grid, blank_grid, lay_out, lay_out_trees
-from luthier.collation.media_inputs import MediaInputs
+from luthier.collation.grid import CollateSettings, Grid, MediaInputs, blank_grid, lay_out, lay_out_trees
 
 __all__ = [
     "CollateSettings",

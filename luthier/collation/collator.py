@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.collation.grid import CollateSettings, Grid, lay_out, lay_out_trees
-from luthier.collation.media_inputs import MediaInputs
+from luthier.collation.grid import CollateSettings, Grid, MediaInputs, lay_out, lay_out_trees
 from luthier.config.schema import MediaConfig
 from luthier.layout.trees import (
     ancestors,

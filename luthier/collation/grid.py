@@ -6,15 +6,47 @@ gets take twenty-four.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.config.schema import MediaConfig
+from luthier.errors import RowError
+from luthier.layout.mrope import mrope_positions, packed_mrope
+from luthier.layout.position_schemes import MediaGrids, PositionScheme, position_scheme
 from luthier.layout.trees import join_trees, segment_starts, token_weights
-from luthier.records import Branch, LostMedia, MediaItem, Pack, Sample, Segment
+from luthier.media import (
+    PREFIX_TYPES,
+    Attention,
+    Decoded,
+    MediaAccess,
+    MediaProcessor,
+    MediaSource,
+    decode_for,
+    join_features,
+    merge_features,
+)
+from luthier.media.families.family import Features
+from luthier.media.feature_files import ItemFeatures, is_encoded, join_encoded
+from luthier.media.files.decoding import DecodedImage
+from luthier.records import (
+    Branch,
+    ImageHeader,
+    LostMedia,
+    Media,
+    MediaHeader,
+    MediaItem,
+    Pack,
+    Sample,
+    Segment,
+    VideoHeader,
+)
+from luthier.writing import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,3 +186,259 @@ def _weights(
         np.concatenate([token_weights(piece) for piece in pieces], out=weights_BT[row, :size])
     weights_BT[~learned_BT] = 1.0  # a weight without a target says nothing
     return None if (weights_BT == 1).all() else weights_BT
+
+
+# ---- What a model gets of the media in a grid: features, inputs along the tokens, positions of several axes.
+#
+# Decoding happens here, once for each item of a micro-batch, in whichever process lays the grid out. B rows, T tokens a
+# row, A axes.
+
+_Key = tuple[tuple[object, object], ...]
+_SIDE = 64  # pixels of a black picture
+
+# Outputs that say how large items are, by what `MediaGrids` calls them; a processor has one of each at most.
+GRIDS = {
+    "image_N3": ("image_grid_thw", "target_sizes"),
+    "video_N3": ("video_grid_thw", "target_sizes_videos"),
+    "seconds_N": ("second_per_grid_ts", "video_second_per_grid"),
+}
+
+
+class KeptFeatures(Protocol):
+    """What the model's encoders made of items before."""
+
+    def read(self, media: Media, header: MediaHeader, /) -> ItemFeatures | None:
+        """None of an item that they were not run on."""
+        ...
+
+
+class MediaInputs:
+    """Fills grids for one model. Its processor is loaded when the first grid comes, and can be loaded again elsewhere:
+    ``source`` says where it is; None where it came from Python.
+    """
+
+    kept: KeptFeatures | None = None  # taken instead of decoding
+
+    def __init__(self, source: MediaSource) -> None:
+        self.source: MediaSource | None = source
+        self.access = MediaAccess(source.options)
+        self._load = source.load
+        self._config: Callable[[], Mapping[str, object]] = source.model_config
+
+    @classmethod
+    def of(cls, processor: MediaProcessor, options: MediaConfig, model_config: Mapping[str, Any]) -> MediaInputs:
+        """The same of a processor that is there, for a model with this config (as a dict)."""
+        made = cls(MediaSource(folder=None, options=options))
+        made.source, made._load, made._config = None, lambda: processor, lambda: model_config
+        return made
+
+    def reading(self, kept: KeptFeatures) -> Self:
+        """The same with what encoders made of items before: `fill` decodes nothing."""
+        found = copy(self)
+        found.kept = kept
+        return found
+
+    @cached_property
+    def processor(self) -> MediaProcessor:
+        """The model's processor. Raises `ModelError` if it cannot be loaded."""
+        found = self._load()
+        assert found is not None, "a model without a processor has no media inputs"
+        return found
+
+    @cached_property
+    def scheme(self) -> PositionScheme | None:
+        """How the model counts positions; None: in one dimension."""
+        name = self.processor.family.positions
+        return None if name is None else position_scheme(name, self._config())
+
+    def fill(self, grid: Grid, how: CollateSettings) -> Grid:
+        """The grid with ``inputs``. A segment whose media cannot be had any more has padding in its place and learns
+        nothing; ``lost`` says why.
+        """
+        family = self.processor.family
+        known = self._features_of([items for groups in grid.media for items in groups])
+        lost: list[LostMedia] = []
+        rows: list[list[Features]] = []
+        number = 0
+        for row, groups in enumerate(grid.media):
+            rows.append([])
+            for items in groups:
+                found = known[_key(items)]
+                if family.decoder_names and len(items) != 1:
+                    found = RowError(
+                        "media_count", f"{counted(len(items), 'media item')} in a row, and the model reads one"
+                    )
+                if isinstance(found, RowError):
+                    lost.append(LostMedia(group=number, reason=found.reason, detail=found.detail))
+                    if family.decoder_names:  # each row has a picture, that of one without its own is black
+                        rows[row].append(self._black)
+                else:
+                    rows[row].append(found)
+                number += 1
+        if lost:
+            grid = _blanked(grid, {loss.group for loss in lost}, how)
+        joined = [
+            join_features(
+                family, [{name: value for name, value in group.items() if not is_encoded(name)} for group in groups]
+            )
+            for groups in rows
+        ]
+        inputs = dict(merge_features(family, joined))
+        along = self._along_tokens(grid.ids_BT, joined)
+        inputs |= along | join_encoded([group for groups in rows for group in groups])
+        if family.attention is Attention.PREFIX:
+            inputs[PREFIX_TYPES] = _prefix_types(grid)
+        if self.scheme is not None:
+            types_BT = along.get("mm_token_type_ids")
+            if types_BT is None:
+                types_BT = np.stack([self.processor.token_types(ids_T) for ids_T in grid.ids_BT])
+            inputs["position_ids"] = _positions(self.scheme, grid, types_BT, joined, packed=how.packed)
+        return replace(grid, inputs=tuple(inputs.items()), lost=tuple(lost))
+
+    def features(self, items: Sequence[MediaItem]) -> Features:
+        """The processor's outputs for the media of one prompt or segment; {} of none.
+
+        Raises `RowError` for media that cannot be had any more, or are no longer what was planned with.
+        """
+        return self.processor.features([(item.header, self._decoded(item)) for item in items])
+
+    def named(self, inputs: Mapping[str, object]) -> dict[str, object]:
+        """A batch's ``model_inputs`` as the model calls them: they are other names where a decoder stands beside an
+        encoder. Batches of `luthier.collate` have them already; inside of the package ids are ``input_ids``.
+        """
+        return self.processor.family.named(inputs)
+
+    def of_prompts(
+        self, ids_BT: NDArray[np.integer], features_B: Sequence[Features], *, answer_from: int | None = None
+    ) -> dict[str, NDArray[Any]]:
+        """What a model that generates is given with prompts, which may be padded on either side, and their `features`.
+        ``answer_from``: answers begin there, which do not see themselves both ways as some models' prompts do.
+
+        Positions are not among it: at inference the model counts them by itself.
+        """
+        family = self.processor.family
+        joined = [join_features(family, [features]) for features in features_B]
+        found = {**merge_features(family, joined), **self._along_tokens(ids_BT, joined)}
+        if family.attention is Attention.PREFIX:
+            found[PREFIX_TYPES] = np.zeros(ids_BT.shape, np.int64)
+            found[PREFIX_TYPES][:, ids_BT.shape[1] if answer_from is None else answer_from :] = 1
+        return found
+
+    def _features_of(self, segments: Sequence[Sequence[MediaItem]]) -> dict[_Key, Features | RowError]:
+        """Continuations of one prompt have the same media: these are decoded once.
+
+        Pictures and sounds are decoded first and processed together; a video, which takes more room, by itself.
+        """
+        known: dict[_Key, Features | RowError] = {}
+        decoded = {}
+        for key, items in {_key(items): items for items in segments}.items():
+            try:
+                if self.kept is not None:
+                    known[key] = self._read(items, self.kept)
+                elif not any(isinstance(item.header, VideoHeader) for item in items):
+                    decoded[key] = [(item.header, self._decoded(item)) for item in items]
+                else:
+                    known[key] = self.features(items)
+            except RowError as error:
+                known[key] = error
+        made = self.processor.features_of(list(decoded.values()))
+        return known | dict(zip(decoded, made, strict=True))
+
+    @cached_property
+    def _black(self) -> Features:
+        """Those of a picture on which there is nothing."""
+        from PIL import Image  # only where media are used: Luthier itself does not ask for it
+
+        header = ImageHeader(width=_SIDE, height=_SIDE)
+        return self.processor.features([(header, DecodedImage(pixels=Image.new("RGB", (_SIDE, _SIDE))))])
+
+    def _read(self, items: Sequence[MediaItem], kept: KeptFeatures) -> Features:
+        found = []
+        for item in items:
+            features = kept.read(item.media, item.header)
+            if features is None:
+                self._decoded(item)  # what was wrong with it
+                raise RowError("media_changed", "it could not be read when features were computed, and now it can")
+            found.append(features)
+        joined = join_features(self.processor.family, [features.outputs for features in found])
+        return joined | join_encoded([features.encoded for features in found])
+
+    def _decoded(self, item: MediaItem) -> Decoded:
+        return decode_for(self.processor, item.media, item.header, self.access)
+
+    def _along_tokens(self, ids_BT: NDArray[np.integer[Any]], joined: Sequence[Features]) -> dict[str, NDArray[Any]]:
+        rows = [
+            self.processor.token_inputs(ids_T.astype(np.int64), features)
+            for ids_T, features in zip(ids_BT, joined, strict=True)
+        ]
+        found = {name: _stacked([row[name] for row in rows]) for name in rows[0]}
+        return {name: values for name, values in found.items() if values.size}  # no pictures: nothing to say of them
+
+
+def _prefix_types(grid: Grid) -> NDArray[np.int64]:
+    """int64[B, T]: 0 up to the first target of each segment (or tree), which is written with all before it seen, and
+    1 from there on. Padding is 0.
+    """
+    types_BT = np.zeros(grid.ids_BT.shape, dtype=np.int64)
+    for row, spans in enumerate(_group_spans(grid)):
+        for span in spans:
+            types_BT[row, span] = np.logical_or.accumulate(grid.learned_BT[row, span])
+    return types_BT
+
+
+def _key(items: Sequence[MediaItem]) -> _Key:
+    return tuple((item.media, item.header) for item in items)
+
+
+def _positions(
+    scheme: PositionScheme, grid: Grid, types_BT: NDArray[np.int64], joined: Sequence[Features], *, packed: bool
+) -> NDArray[Any]:
+    """[1 + A, B, T] of packed rows, [A, B, T] of padded ones. Padding counts for itself."""
+    place = packed_mrope if packed else mrope_positions
+    width = grid.ids_BT.shape[1]
+    rows = []
+    for ids_T, types_T, branches, features in zip(grid.ids_BT, types_BT, grid.branches, joined, strict=True):
+        tail = width - sum(branch.length for branch in branches)
+        whole = (*branches, Branch(parent=-1, length=tail)) if tail else branches
+        rows.append(place(scheme, types_T, _grids(features), whole, ids_T=ids_T.astype(np.int64)))
+    return np.stack(rows, axis=1)
+
+
+def _grids(features: Features) -> MediaGrids:
+    found = {name: next((features[key] for key in keys if key in features), None) for name, keys in GRIDS.items()}
+    return MediaGrids(**{name: value for name, value in found.items() if value is not None})
+
+
+def _stacked(rows: Sequence[NDArray[np.generic]]) -> NDArray[np.generic]:
+    """Rows with T first; axes behind it (pictures of a row) are filled up with 0."""
+    largest = np.max([row.shape for row in rows], axis=0)
+    padded = [
+        np.pad(row, [(0, int(want) - have) for want, have in zip(largest, row.shape, strict=True)]) for row in rows
+    ]
+    return np.stack(padded)
+
+
+def _blanked(grid: Grid, groups: set[int], how: CollateSettings) -> Grid:
+    """The grid with padding in the place of some of its groups (segments, or trees), counted over all rows."""
+    ids_BT, learned_BT = grid.ids_BT.copy(), grid.learned_BT.copy()
+    media = []
+    number = 0
+    for row, spans in enumerate(_group_spans(grid)):
+        kept = []
+        for span, items in zip(spans, grid.media[row], strict=True):
+            if number in groups:
+                ids_BT[row, span], learned_BT[row, span] = how.pad_token_id, False
+            kept.append(() if number in groups else items)
+            number += 1
+        media.append(tuple(kept))
+    return replace(grid, ids_BT=ids_BT, learned_BT=learned_BT, media=tuple(media))
+
+
+def _group_spans(grid: Grid) -> list[list[slice]]:
+    """Per row where its segments, or its trees, stand."""
+    found = []
+    for branches in grid.branches:
+        ends = np.cumsum([branch.length for branch in branches]).tolist()
+        starts = [end - branch.length for end, branch in zip(ends, branches, strict=True) if branch.parent < 0]
+        found.append([slice(*span) for span in zip(starts, [*starts[1:], ends[-1]], strict=True)])
+    return found

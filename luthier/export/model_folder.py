@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,14 @@ from luthier.export.quantizing import (
     quantize_folder,
     quantized_form,
 )
-from luthier.export.taken_down import TakenDown, calibration_contexts, golden_pictures, measure, template_now
+from luthier.export.taken_down import (
+    NUM_PICTURES,
+    TakenDown,
+    calibration_contexts,
+    golden_pictures,
+    measure,
+    template_now,
+)
 from luthier.models.adapter_files import merge_adapter
 from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
 from luthier.prediction.trained_run import TrainedRun, open_run
@@ -352,7 +360,7 @@ def _parity(run: TrainedRun, engine: LocalEngine, dtype: str, measured: TakenDow
         special_ids={name: tokenizer.control_id(token) for name, token in sorted(tokenizer.special_tokens.items())},
         prompts=[] if measured is None else list(measured.prompts),
         contexts=[] if measured is None else measured.goldens,
-        pictures=[] if measured is None else golden_pictures(run, engine, measured),
+        pictures=[] if measured is None else list(islice(golden_pictures(run, engine, measured), NUM_PICTURES)),
     )
 
 

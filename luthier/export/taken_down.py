@@ -405,12 +405,8 @@ NUM_SAMPLED = 64  # numbers of an array of pixels
 MAX_PIXEL_ERROR = 0.02  # of a normalised pixel; one step of 8 bits is about as much
 
 
-def golden_pictures(run: TrainedRun, engine: LocalEngine, measured: TakenDown) -> list[GoldenPictures]:
+def golden_pictures(run: TrainedRun, engine: LocalEngine, measured: TakenDown) -> Iterator[GoldenPictures]:
     """Contexts that begin with a history of texts and pictures, with pictures small enough to be written down."""
-    return list(islice(_golden_pictures(run, engine, measured), NUM_PICTURES))
-
-
-def _golden_pictures(run: TrainedRun, engine: LocalEngine, measured: TakenDown) -> Iterator[GoldenPictures]:
     row_of = {str(each.row.address): each.row for each in measured.rows}
     for context in measured.contexts:
         history = _first_history(row_of[context.golden.row]) if context.media else None

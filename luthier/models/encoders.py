@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from luthier.collation import MediaInputs
-from luthier.collation.media_inputs import GRIDS
+from luthier.collation.grid import GRIDS
 from luthier.config.schema import ModelPart
 from luthier.errors import ModelError
 from luthier.media import Decoded, Family, MediaKind, MediaProcessor, join_features, merge_features

@@ -23,8 +23,7 @@ from luthier.records import Segment
 from luthier.training.assemble import RunModel, collating
 from luthier.training.fit import as_packed
 from luthier.training.losses.objective import model_pass
-from luthier.training.losses.parts import ObjectiveParts
-from luthier.training.losses.step_losses import LossSums
+from luthier.training.losses.step_losses import LossSums, ObjectiveParts
 from luthier.training.losses.tokens import TokenLosses
 from luthier.training.losses.tower_features import AUTOCAST_DTYPES
 from luthier.training.report.events import silent

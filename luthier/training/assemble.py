@@ -41,10 +41,9 @@ from luthier.training.folder.checkpoint import OBJECTIVE_STATE, checkpoint_step,
 from luthier.training.folder.run_folder import LostRows
 from luthier.training.initial_adapter import begin_by_activations, begin_by_what_is_rounded_away
 from luthier.training.losses.objective import kernel_name, make_losses, model_pass
-from luthier.training.losses.parts import ObjectiveParts
 from luthier.training.losses.policies import FLOOR_OF_16_BITS, PolicyLosses
 from luthier.training.losses.router_balance import RouterBalance
-from luthier.training.losses.step_losses import StepLosses, names_of_drawing
+from luthier.training.losses.step_losses import ObjectiveParts, StepLosses, names_of_drawing
 from luthier.training.losses.tower_features import AUTOCAST_DTYPES, choose_media
 from luthier.training.numerics import check_in_force, computed_in, weight_types, without_dropout
 from luthier.training.optimizer import training_arguments

@@ -55,8 +55,15 @@ from luthier.training.report import events
 from luthier.training.report.result import LOG_FILE, RunResult
 from luthier.training.rollouts.drawing import Rollouts
 from luthier.training.rollouts.held_out import HeldOutTalks, with_rewards
-from luthier.training.schedule import FEW_STEPS, length_notes
-from luthier.training.streams import World, check_rows, loader_state, make_schedule, state_at_start
+from luthier.training.streams import (
+    FEW_STEPS,
+    World,
+    check_rows,
+    length_notes,
+    loader_state,
+    make_schedule,
+    state_at_start,
+)
 from luthier.writing import counted
 
 

@@ -15,7 +15,7 @@ from luthier.objectives.answer_losses import (
     reward_loss_sum,
 )
 from luthier.objectives.pair_formulas import PairBaselines, PairScores, PairSettings
-from luthier.training.losses.parts import pair_settings
+from luthier.training.losses.step_losses import pair_settings
 
 PAIR_LOSSES = losses_of("dpo")
 FEEDBACK_LOSSES = losses_of("kto")

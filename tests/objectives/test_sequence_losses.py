@@ -32,7 +32,7 @@ from luthier.objectives.pair_formulas import (
     sequence_scores,
     tail_discount,
 )
-from luthier.training.losses.parts import feedback_settings, pair_settings, token_settings
+from luthier.training.losses.step_losses import feedback_settings, pair_settings, token_settings
 from scripts.doc_tables import loss_table
 
 PAIR_LOSSES = losses_of("dpo")

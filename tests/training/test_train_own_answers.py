@@ -22,7 +22,7 @@ from luthier.objectives.policy_losses import Advantage
 from luthier.records import Address
 from luthier.training.fit import fit_data
 from luthier.training.generate import Question
-from luthier.training.losses.parts import token_settings
+from luthier.training.losses.step_losses import token_settings
 from luthier.training.report.result import RunResult
 from luthier.training.rollouts.answer_groups import BELOW_BAR, NOT_CHOSEN, AnswerChoice, AnswerGroup, Fate, fates
 from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree

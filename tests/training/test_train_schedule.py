@@ -21,7 +21,7 @@ from luthier.packing.epoch import plan_epoch, source_counts
 from luthier.packing.planner import EpochPlanner
 from luthier.packing.settings import PlanSettings, SegmentTable
 from luthier.training.callbacks import Flow
-from luthier.training.schedule import FEW_STEPS, length_notes, ways_to_more_steps
+from luthier.training.streams import FEW_STEPS, length_notes, ways_to_more_steps
 
 
 def _schedule(

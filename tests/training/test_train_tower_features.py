@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ranks import run_ranks
 
-from luthier.collation import media_inputs
+from luthier.collation import grid
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ModelError, StoreError
@@ -86,7 +86,7 @@ def test_features_in_another_order_are_another_loss(
 ) -> None:
     rows = write_rows(tmp_path)
     right, _ = run(config_of(folder_of("llava"), rows, tmp_path / "right", **CACHE, data__max_length=512))
-    monkeypatch.setattr(media_inputs, "join_encoded", lambda items: join_encoded(items[::-1]))
+    monkeypatch.setattr(grid, "join_encoded", lambda items: join_encoded(items[::-1]))
     wrong, _ = run(config_of(folder_of("llava"), rows, tmp_path / "wrong", **CACHE, data__max_length=512))
     assert losses(wrong) != pytest.approx(losses(right), rel=1e-5)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from luthier.errors import ModelError, RowError
 from luthier.media.families.family import Family, Features, MediaKind, Options, Outputs, Part, Processor, Rule, Settings
-from luthier.media.files.decoding import DecodedAudio, DecodedImage, DecodedVideo
+from luthier.media.files.decoding import Decoded, DecodedAudio, DecodedImage, DecodedVideo
 from luthier.media.geometry.videos import video_metadata
 from luthier.media.processors.expansion import sounds_of
 from luthier.records import ImageHeader, MediaHeader, VideoHeader
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import PIL.Image
 
     from luthier.config.inputs import MediaConfig
-    from luthier.media.files.decoding import Decoded
 
 
 # Named by kind and not for all, since some classes cannot read their own ids as tensors.

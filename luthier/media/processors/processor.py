@@ -36,7 +36,7 @@ from luthier.media.families.family import (
 )
 from luthier.media.families.rules import expert_kinds
 from luthier.media.families.table import family_of
-from luthier.media.files.decoding import DecodedAudio, DecodedImage
+from luthier.media.files.decoding import Decoded, DecodedAudio, DecodedImage
 from luthier.media.processors import calling
 from luthier.media.processors.expansion import kind_of, write
 from luthier.records import AudioHeader, ImageHeader, MediaHeader
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     import PIL.Image
 
     from luthier.config.inputs import MediaConfig
-    from luthier.media.files.decoding import Decoded
 
 # Files by which a model's folder says that it has a processor.
 _PACKAGES = ("PIL", "torchvision")  # what transformers' processors are made with

@@ -30,8 +30,7 @@ from luthier.objectives.head import AnyHead, Head, LigerKernel, liger_is_install
 from luthier.objectives.hidden_loss import hidden_loss_sum
 from luthier.objectives.token_losses import TokenSettings
 from luthier.objectives.token_scores import TokenScores, token_scores, unfit
-from luthier.training.losses.parts import ObjectiveParts, first_inputs, token_settings
-from luthier.training.losses.step_losses import BothLosses, Tell
+from luthier.training.losses.step_losses import BothLosses, ObjectiveParts, Tell, first_inputs, token_settings
 from luthier.writing import counted
 
 

@@ -33,18 +33,22 @@ from luthier.objectives.pair_formulas import (
 )
 from luthier.objectives.token_scores import TokenScores, log_square_sums, token_scores
 from luthier.records import Batch, Targets
-from luthier.training.losses.parts import (
+from luthier.training.losses.reference_choice import choose_reference, ld_alpha
+from luthier.training.losses.references import Reference
+from luthier.training.losses.step_losses import (
     AnswerLosses,
+    BothLosses,
+    MicroLoss,
     ObjectiveParts,
+    Reduce,
+    Stateless,
+    Tell,
     entropy_of,
     micro_loss,
     pair_settings,
     pairs_of,
     weights_of,
 )
-from luthier.training.losses.reference_choice import choose_reference, ld_alpha
-from luthier.training.losses.references import Reference
-from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Stateless, Tell
 from luthier.training.losses.tokens import held_out_losses
 from luthier.training.report.result import ACCURACIES, ENTROPY, MARGINS, REWARDS
 

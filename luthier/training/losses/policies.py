@@ -33,10 +33,17 @@ from luthier.objectives.policy_losses import (
 )
 from luthier.objectives.token_scores import TokenScores
 from luthier.records import Batch, PolicyTargets
-from luthier.training.losses.parts import ObjectiveParts, token_settings
 from luthier.training.losses.reference_choice import reference_model
 from luthier.training.losses.references import ReferenceModel
-from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Stateless, Tell
+from luthier.training.losses.step_losses import (
+    BothLosses,
+    MicroLoss,
+    ObjectiveParts,
+    Reduce,
+    Stateless,
+    Tell,
+    token_settings,
+)
 from luthier.training.losses.tokens import TokenLosses, held_out_losses
 from luthier.training.report.result import ENTROPY
 from luthier.training.rollouts.early_warnings import NUMBERS, GapWatch

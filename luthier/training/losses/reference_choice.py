@@ -24,8 +24,8 @@ from luthier.models.submodules import plain_model, set_text_attention
 from luthier.preparation.segments import SegmentIndex
 from luthier.sources.rows import decode_strict
 from luthier.training.losses.objective import choose_kernel
-from luthier.training.losses.parts import ObjectiveParts, first_inputs
 from luthier.training.losses.references import Precomputation, Reference, ReferenceModel, precomputed_reference
+from luthier.training.losses.step_losses import ObjectiveParts, first_inputs
 from luthier.writing import counted
 
 

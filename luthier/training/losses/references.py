@@ -33,7 +33,7 @@ from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch, Targets
 from luthier.store.disk import Disk
 from luthier.store.store import SampleStore
-from luthier.training.losses.parts import pairs_of
+from luthier.training.losses.step_losses import pairs_of
 from luthier.training.streams import EvalStream
 
 

@@ -14,10 +14,17 @@ from luthier.objectives.measures import Measure, measure
 from luthier.objectives.token_losses import TokenLoss, TokenSettings, losses_by_source
 from luthier.objectives.token_scores import token_scores
 from luthier.records import Batch, Targets
-from luthier.training.losses.parts import ObjectiveParts, token_settings
 from luthier.training.losses.reference_choice import reference_model
 from luthier.training.losses.references import ReferenceModel
-from luthier.training.losses.step_losses import ACCURACY, BothLosses, MicroLoss, Stateless, Tell
+from luthier.training.losses.step_losses import (
+    ACCURACY,
+    BothLosses,
+    MicroLoss,
+    ObjectiveParts,
+    Stateless,
+    Tell,
+    token_settings,
+)
 from luthier.training.report.result import ENTROPY
 
 

@@ -22,17 +22,20 @@ from luthier.objectives.measures import Measure, Measures, measure
 from luthier.objectives.pair_formulas import SequenceScores, sequence_scores
 from luthier.objectives.token_scores import TokenScores
 from luthier.records import Batch, Targets
-from luthier.training.losses.parts import (
+from luthier.training.losses.reference_choice import choose_reference
+from luthier.training.losses.references import Reference
+from luthier.training.losses.step_losses import (
     AnswerLosses,
+    BothLosses,
+    MicroLoss,
     ObjectiveParts,
+    Reduce,
+    Tell,
     entropy_of,
     feedback_settings,
     micro_loss,
     weights_of,
 )
-from luthier.training.losses.reference_choice import choose_reference
-from luthier.training.losses.references import Reference
-from luthier.training.losses.step_losses import BothLosses, MicroLoss, Reduce, Tell
 from luthier.training.report.result import ACCURACIES, ENTROPY, REWARDS
 
 
