@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier import records
 from luthier.config.schema import MediaConfig
 from luthier.errors import RowError
 from luthier.layout.mrope import mrope_positions, packed_mrope
@@ -34,18 +35,6 @@ from luthier.media import (
 from luthier.media.families.family import Features
 from luthier.media.feature_files import ItemFeatures, is_encoded, join_encoded
 from luthier.media.files.decoding import DecodedImage
-from luthier.records import (
-    Branch,
-    ImageHeader,
-    LostMedia,
-    Media,
-    MediaHeader,
-    MediaItem,
-    Pack,
-    Sample,
-    Segment,
-    VideoHeader,
-)
 from luthier.writing import counted
 
 
@@ -79,9 +68,9 @@ class Grid:
     weights_BT: NDArray[np.float32] | None
     lengths: tuple[tuple[int, ...], ...]
     parents: tuple[tuple[int, ...], ...] | None = None
-    media: tuple[tuple[tuple[MediaItem, ...], ...], ...] = ()
+    media: tuple[tuple[tuple[records.MediaItem, ...], ...], ...] = ()
     inputs: tuple[tuple[str, NDArray[Any]], ...] = ()
-    lost: tuple[LostMedia, ...] = ()
+    lost: tuple[records.LostMedia, ...] = ()
 
     @property
     def has_media(self) -> bool:
@@ -89,16 +78,16 @@ class Grid:
         return any(items for row in self.media for items in row)
 
     @property
-    def branches(self) -> tuple[tuple[Branch, ...], ...]:
+    def branches(self) -> tuple[tuple[records.Branch, ...], ...]:
         """Per row its branches; a whole segment is a root that nothing continues."""
         parents = self.parents or tuple((-1,) * len(row) for row in self.lengths)
         return tuple(
-            tuple(Branch(parent=parent, length=length) for parent, length in zip(*row, strict=True))
+            tuple(records.Branch(parent=parent, length=length) for parent, length in zip(*row, strict=True))
             for row in zip(parents, self.lengths, strict=True)
         )
 
 
-def lay_out(packs: Sequence[Pack], how: CollateSettings) -> Grid:
+def lay_out(packs: Sequence[records.Pack], how: CollateSettings) -> Grid:
     """One row a pack, padded on the right.
 
     Raises AssertionError for an empty batch, an empty pack, or several segments in a padded row.
@@ -110,7 +99,7 @@ def lay_out(packs: Sequence[Pack], how: CollateSettings) -> Grid:
     return _filled([pack.segments for pack in packs], how, lengths=lengths, parents=None)
 
 
-def lay_out_trees(rows: Sequence[Sequence[Sample]], how: CollateSettings) -> Grid:
+def lay_out_trees(rows: Sequence[Sequence[records.Sample]], how: CollateSettings) -> Grid:
     """The *shared* layout: each token of a sample once, however many leaves it leads to; the samples of a row packed.
 
     Raises AssertionError for an empty batch, a sample without tokens, or settings for padded rows or varlen, which
@@ -140,7 +129,7 @@ def blank_grid(how: CollateSettings) -> Grid:
 
 
 def _filled(
-    rows: Sequence[Sequence[Segment | Sample]],
+    rows: Sequence[Sequence[records.Segment | records.Sample]],
     how: CollateSettings,
     *,
     lengths: tuple[tuple[int, ...], ...],
@@ -166,7 +155,7 @@ def _filled(
     )
 
 
-def _media(pieces: Sequence[Segment | Sample]) -> tuple[tuple[MediaItem, ...], ...]:
+def _media(pieces: Sequence[records.Segment | records.Sample]) -> tuple[tuple[records.MediaItem, ...], ...]:
     if not any(piece.media for piece in pieces):
         return ((),) * len(pieces)
     starts = segment_starts([len(piece.input_ids) for piece in pieces]).tolist()
@@ -177,7 +166,7 @@ def _media(pieces: Sequence[Segment | Sample]) -> tuple[tuple[MediaItem, ...], .
 
 
 def _weights(
-    rows: Sequence[Sequence[Segment | Sample]], sizes: Sequence[int], learned_BT: NDArray[np.bool_]
+    rows: Sequence[Sequence[records.Segment | records.Sample]], sizes: Sequence[int], learned_BT: NDArray[np.bool_]
 ) -> NDArray[np.float32] | None:
     if all(piece.weight is None for pieces in rows for piece in pieces):
         return None
@@ -207,7 +196,7 @@ GRIDS = {
 class KeptFeatures(Protocol):
     """What the model's encoders made of items before."""
 
-    def read(self, media: Media, header: MediaHeader, /) -> ItemFeatures | None:
+    def read(self, media: records.Media, header: records.MediaHeader, /) -> ItemFeatures | None:
         """None of an item that they were not run on."""
         ...
 
@@ -257,7 +246,7 @@ class MediaInputs:
         """
         family = self.processor.family
         known = self._features_of([items for groups in grid.media for items in groups])
-        lost: list[LostMedia] = []
+        lost: list[records.LostMedia] = []
         rows: list[list[Features]] = []
         number = 0
         for row, groups in enumerate(grid.media):
@@ -269,7 +258,7 @@ class MediaInputs:
                         "media_count", f"{counted(len(items), 'media item')} in a row, and the model reads one"
                     )
                 if isinstance(found, RowError):
-                    lost.append(LostMedia(group=number, reason=found.reason, detail=found.detail))
+                    lost.append(records.LostMedia(group=number, reason=found.reason, detail=found.detail))
                     if family.decoder_names:  # each row has a picture, that of one without its own is black
                         rows[row].append(self._black)
                 else:
@@ -295,7 +284,7 @@ class MediaInputs:
             inputs["position_ids"] = _positions(self.scheme, grid, types_BT, joined, packed=how.packed)
         return replace(grid, inputs=tuple(inputs.items()), lost=tuple(lost))
 
-    def features(self, items: Sequence[MediaItem]) -> Features:
+    def features(self, items: Sequence[records.MediaItem]) -> Features:
         """The processor's outputs for the media of one prompt or segment; {} of none.
 
         Raises `RowError` for media that cannot be had any more, or are no longer what was planned with.
@@ -324,7 +313,7 @@ class MediaInputs:
             found[PREFIX_TYPES][:, ids_BT.shape[1] if answer_from is None else answer_from :] = 1
         return found
 
-    def _features_of(self, segments: Sequence[Sequence[MediaItem]]) -> dict[_Key, Features | RowError]:
+    def _features_of(self, segments: Sequence[Sequence[records.MediaItem]]) -> dict[_Key, Features | RowError]:
         """Continuations of one prompt have the same media: these are decoded once.
 
         Pictures and sounds are decoded first and processed together; a video, which takes more room, by itself.
@@ -335,7 +324,7 @@ class MediaInputs:
             try:
                 if self.kept is not None:
                     known[key] = self._read(items, self.kept)
-                elif not any(isinstance(item.header, VideoHeader) for item in items):
+                elif not any(isinstance(item.header, records.VideoHeader) for item in items):
                     decoded[key] = [(item.header, self._decoded(item)) for item in items]
                 else:
                     known[key] = self.features(items)
@@ -349,10 +338,10 @@ class MediaInputs:
         """Those of a picture on which there is nothing."""
         from PIL import Image  # only where media are used: Luthier itself does not ask for it
 
-        header = ImageHeader(width=_SIDE, height=_SIDE)
+        header = records.ImageHeader(width=_SIDE, height=_SIDE)
         return self.processor.features([(header, DecodedImage(pixels=Image.new("RGB", (_SIDE, _SIDE))))])
 
-    def _read(self, items: Sequence[MediaItem], kept: KeptFeatures) -> Features:
+    def _read(self, items: Sequence[records.MediaItem], kept: KeptFeatures) -> Features:
         found = []
         for item in items:
             features = kept.read(item.media, item.header)
@@ -363,7 +352,7 @@ class MediaInputs:
         joined = join_features(self.processor.family, [features.outputs for features in found])
         return joined | join_encoded([features.encoded for features in found])
 
-    def _decoded(self, item: MediaItem) -> Decoded:
+    def _decoded(self, item: records.MediaItem) -> Decoded:
         return decode_for(self.processor, item.media, item.header, self.access)
 
     def _along_tokens(self, ids_BT: NDArray[np.integer[Any]], joined: Sequence[Features]) -> dict[str, NDArray[Any]]:
@@ -386,7 +375,7 @@ def _prefix_types(grid: Grid) -> NDArray[np.int64]:
     return types_BT
 
 
-def _key(items: Sequence[MediaItem]) -> _Key:
+def _key(items: Sequence[records.MediaItem]) -> _Key:
     return tuple((item.media, item.header) for item in items)
 
 
@@ -399,7 +388,7 @@ def _positions(
     rows = []
     for ids_T, types_T, branches, features in zip(grid.ids_BT, types_BT, grid.branches, joined, strict=True):
         tail = width - sum(branch.length for branch in branches)
-        whole = (*branches, Branch(parent=-1, length=tail)) if tail else branches
+        whole = (*branches, records.Branch(parent=-1, length=tail)) if tail else branches
         rows.append(place(scheme, types_T, _grids(features), whole, ids_T=ids_T.astype(np.int64)))
     return np.stack(rows, axis=1)
 

@@ -23,7 +23,7 @@ from luthier.config.choices import AdapterType, QuantizationType
 from luthier.config.schema import ExportConfig
 from luthier.engines.local import LocalEngine, base_of
 from luthier.errors import ModelError, UserError, install_hint
-from luthier.export import gguf
+from luthier.export import gguf, taken_down
 from luthier.export.checks import ExportCheck, ExportProof, bound_of, check_result
 from luthier.export.pre_tokenizers import PROBE
 from luthier.export.proof import prove, template_digest, weight_digests
@@ -34,14 +34,6 @@ from luthier.export.quantizing import (
     check_quantizer,
     quantize_folder,
     quantized_form,
-)
-from luthier.export.taken_down import (
-    NUM_PICTURES,
-    TakenDown,
-    calibration_contexts,
-    golden_pictures,
-    measure,
-    template_now,
 )
 from luthier.models.adapter_files import merge_adapter
 from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
@@ -125,7 +117,7 @@ def export_run(
     measured = None
     if options.proof:
         tell("recording what it does")
-        measured = measure(opened, engine, None if options.data is None else str(options.data))
+        measured = taken_down.measure(opened, engine, None if options.data is None else str(options.data))
         notes += measured.notes
     parity = _parity(opened, engine, dtype, measured)
     notes += [] if measured is None else _told_of_media(parity, measured)
@@ -186,7 +178,7 @@ def prove_merged(run: Path) -> str:
         engine = opened.engine(opened.config.eval.per_device_eval_batch_size)
     except UserError as error:  # of reward models, and of decoders beside an encoder
         return f"{MERGED_FOLDER}/ is not proven: {error.message}"
-    measured = measure(opened, engine, None)
+    measured = taken_down.measure(opened, engine, None)
     said = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     parity = _parity(opened, engine, _name_of(said.dtype), measured)
     del engine
@@ -241,7 +233,7 @@ class _Export:
     folder: Path
     dtype: str
     data: str | Path | None  # rows in the place of the run's own
-    measured: TakenDown | None  # None: nothing is proven
+    measured: taken_down.TakenDown | None  # None: nothing is proven
     tell: OnStage
 
     @property
@@ -269,7 +261,7 @@ def _quantized(
     section, calibration, told = export.run.config.export, list[list[int]](), list[str]()
     if form.kind in NEED_DATA:
         export.tell("encoding rows to calibrate on")
-        calibration, told = calibration_contexts(export.run, export.data, section.calibration_rows)
+        calibration, told = taken_down.calibration_contexts(export.run, export.data, section.calibration_rows)
     export.tell(f"quantizing to {form.kind}")
     told.append(
         quantize_folder(export.whole, export.place, form, section=section, dtype=export.dtype, calibration=calibration)
@@ -341,7 +333,7 @@ def _with_adapter(run: TrainedRun) -> tuple[TrainedRun, list[str]]:
     return replace(run, adapter=last, config=run.config.model_copy(update={"adapter": adapter})), notes
 
 
-def _parity(run: TrainedRun, engine: LocalEngine, dtype: str, measured: TakenDown | None) -> Parity:
+def _parity(run: TrainedRun, engine: LocalEngine, dtype: str, measured: taken_down.TakenDown | None) -> Parity:
     tokenizer = run.encoder.tokenizer
     kinds = [
         dtype,
@@ -354,17 +346,19 @@ def _parity(run: TrainedRun, engine: LocalEngine, dtype: str, measured: TakenDow
         dtype=dtype,
         bound=bound_of(kinds, rounds_inputs=rounds_inputs(engine.model)),
         template_kwargs=dict(run.config.template.kwargs),
-        template_now=template_now(run.encoder),
+        template_now=taken_down.template_now(run.encoder),
         template_sha256=template_digest(tokenizer.files.chat_template),
         stops=sorted(run.stops),
         special_ids={name: tokenizer.control_id(token) for name, token in sorted(tokenizer.special_tokens.items())},
         prompts=[] if measured is None else list(measured.prompts),
         contexts=[] if measured is None else measured.goldens,
-        pictures=[] if measured is None else list(islice(golden_pictures(run, engine, measured), NUM_PICTURES)),
+        pictures=[]
+        if measured is None
+        else list(islice(taken_down.golden_pictures(run, engine, measured), taken_down.NUM_PICTURES)),
     )
 
 
-def _told_of_media(parity: Parity, measured: TakenDown) -> list[str]:
+def _told_of_media(parity: Parity, measured: taken_down.TakenDown) -> list[str]:
     if parity.pictures or not any(context.media for context in measured.contexts):
         return []
     return ["no row with media is a golden case: only small pictures in a plain conversation are"]

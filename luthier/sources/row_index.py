@@ -19,17 +19,9 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import Documents
 from luthier.errors import RowError, SourceError
-from luthier.sources import text_files
+from luthier.sources import open_files, text_files
 from luthier.sources.columnar import chosen_rows, index_columns
 from luthier.sources.files import DataFile, FileKind
-from luthier.sources.open_files import (
-    Ascending,
-    AscendingBuilder,
-    LineNumbers,
-    LineNumbersBuilder,
-    OpenFiles,
-    index_by_spool,
-)
 from luthier.sources.origins import HubRows, LocalFiles, Origin
 from luthier.sources.rows import RowBytes
 
@@ -55,8 +47,8 @@ class LineRows:
 
     file: DataFile
     begin: int  # where the text begins: behind the byte order mark
-    starts: Ascending
-    lines: LineNumbers
+    starts: open_files.Ascending
+    lines: open_files.LineNumbers
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -71,7 +63,7 @@ class LineRows:
         yield self.starts.lows.data
         yield self.starts.steps.data
 
-    def read(self, rows: NDArray[np.int64], opened: OpenFiles) -> list[RowBytes | RowError]:
+    def read(self, rows: NDArray[np.int64], opened: open_files.OpenFiles) -> list[RowBytes | RowError]:
         """Some rows, by rising number. Raises `SourceError` where lines are not where they were."""
         self.file.check_unchanged()
         starts, ends = self.starts.at(rows), self.starts.at(rows + 1)
@@ -85,7 +77,7 @@ class LineRows:
         self.file.check_unchanged()
         return found
 
-    def _row(self, place: _Place, span: bytes, opened: OpenFiles) -> RowBytes | RowError:
+    def _row(self, place: _Place, span: bytes, opened: open_files.OpenFiles) -> RowBytes | RowError:
         if place.start > self.begin:
             if span[:1] != b"\n":
                 raise self._moved(place)
@@ -112,7 +104,7 @@ class LineRows:
     def _holds_text(self, lines: bytes) -> bool:
         return bool(lines.decode("utf-8", "ignore").strip() if self.file.kind is FileKind.TXT else lines.strip())
 
-    def _line_length(self, place: _Place, opened: OpenFiles) -> int:
+    def _line_length(self, place: _Place, opened: open_files.OpenFiles) -> int:
         """The length of a line over the cap, read a chunk at a time."""
         for offset in range(place.start, place.end, _CHUNK_BYTES):
             chunk = opened.read(self.path, offset, min(_CHUNK_BYTES, place.end - offset))
@@ -139,7 +131,7 @@ def index_lines(file: DataFile) -> LineRows:
     file.check_unchanged()
     with text_files.open_text_file(file) as stream:
         begin = stream.tell()
-    starts, lines = AscendingBuilder(), LineNumbersBuilder()
+    starts, lines = open_files.AscendingBuilder(), open_files.LineNumbersBuilder()
     try:
         descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -193,7 +185,7 @@ def _is_blank(descriptor: int, start: int, file: DataFile) -> bool:
 
 
 def _check_first(index: LineRows) -> None:
-    opened = OpenFiles()
+    opened = open_files.OpenFiles()
     for number in range(len(index)):
         (row,) = index.read(np.array([number]), opened)
         text_files.check_first_row(index.file, row)
@@ -213,7 +205,7 @@ class IndexPart(Protocol):
         """What the rows depend on."""
         ...
 
-    def read(self, rows: NDArray[np.int64], opened: OpenFiles) -> list[RowBytes | RowError]:
+    def read(self, rows: NDArray[np.int64], opened: open_files.OpenFiles) -> list[RowBytes | RowError]:
         """Some rows; ``rows`` rise, none comes twice. Raises `SourceError`."""
         ...
 
@@ -230,7 +222,7 @@ class RowIndex:
         self._parts = tuple(parts)
         self._chosen = chosen
         self._starts = np.concatenate(([0], np.cumsum([len(part) for part in parts], dtype=np.int64)))
-        self._opened = OpenFiles()
+        self._opened = open_files.OpenFiles()
 
     def __len__(self) -> int:
         return int(self._starts[-1]) if self._chosen is None else len(self._chosen)
@@ -298,7 +290,7 @@ def index_origin(origin: Origin, spool: Path | None) -> list[IndexPart] | None:
 def _index_text(file: DataFile, spool: Path | None) -> IndexPart:
     if not file.compression and text_files.has_row_a_line(file):
         return index_lines(file)
-    return index_by_spool(file, text_files.read_text_file(file), spool)
+    return open_files.index_by_spool(file, text_files.read_text_file(file), spool)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,7 +306,7 @@ class _WholeFiles:
         for file in self.files:
             yield repr(file).encode()
 
-    def read(self, rows: NDArray[np.int64], opened: OpenFiles) -> list[RowBytes | RowError]:
+    def read(self, rows: NDArray[np.int64], opened: open_files.OpenFiles) -> list[RowBytes | RowError]:
         found: list[RowBytes | RowError] = []
         for file in (self.files[row] for row in rows.tolist()):
             file.check_unchanged()
@@ -336,7 +328,7 @@ class _DatasetRows:
     def digested(self) -> Iterator[bytes]:
         yield repr(self).encode()
 
-    def read(self, rows: NDArray[np.int64], opened: OpenFiles) -> list[RowBytes | RowError]:
+    def read(self, rows: NDArray[np.int64], opened: open_files.OpenFiles) -> list[RowBytes | RowError]:
         data = opened.kept(self.origin.address, _WHOLE, lambda: (self._load(), 0))
         table = data[rows.tolist()]
         places = zip(range(len(rows)), (rows + 1).tolist(), strict=True)
@@ -364,7 +356,7 @@ class _ListedRows:
     def digested(self) -> Iterator[bytes]:
         yield self.digest.encode()
 
-    def read(self, rows: NDArray[np.int64], opened: OpenFiles) -> list[RowBytes | RowError]:
+    def read(self, rows: NDArray[np.int64], opened: open_files.OpenFiles) -> list[RowBytes | RowError]:
         listed = opened.kept("", _WHOLE, lambda: (self._load(), 0))
         return [listed[row] for row in rows.tolist()]
 

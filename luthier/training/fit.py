@@ -34,6 +34,7 @@ from luthier.packing.settings import Segments
 from luthier.preparation.prepared import Prepared
 from luthier.sources import open_sources, resolve_sources
 from luthier.sources.source import RowsByAddress
+from luthier.training import streams
 from luthier.training.assemble import RunSetup, make_model, make_trainer, summarise_model
 from luthier.training.callbacks import AnsweringBetween, Hooks, StopAgreement, StopSignals
 from luthier.training.data import RunData, open_run_data
@@ -55,15 +56,6 @@ from luthier.training.report import events
 from luthier.training.report.result import LOG_FILE, RunResult
 from luthier.training.rollouts.drawing import Rollouts
 from luthier.training.rollouts.held_out import HeldOutTalks, with_rewards
-from luthier.training.streams import (
-    FEW_STEPS,
-    World,
-    check_rows,
-    length_notes,
-    loader_state,
-    make_schedule,
-    state_at_start,
-)
 from luthier.writing import counted
 
 
@@ -121,7 +113,7 @@ def _fit(
 ) -> RunResult:
     begun, started_at = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
     _set_up_process(config)
-    world = World.from_environment()
+    world = streams.World.from_environment()
     view = events.make_view(wanted=config.tracking.progress)
     listeners: list[events.EventListener] = [view] if on_event is None else [view, on_event]
     tell = events.tell_all(listeners) if world.is_main else events.silent
@@ -182,14 +174,14 @@ def _set_up(
     config: RunConfig, tokenizer: Tokenizer, data: RunData, hooks: Hooks, listeners: list[events.EventListener]
 ) -> Run:
     world = hooks.stop.world
-    resume = _open_folder(config, state_at_start(config, data, world), hooks)
+    resume = _open_folder(config, streams.state_at_start(config, data, world), hooks)
     state = None if resume is None else LoaderState.load(resume)
-    schedule = make_schedule(config, data, world, state)
+    schedule = streams.make_schedule(config, data, world, state)
     if not data.rows.all_here:  # else the plan has told it
-        if schedule.horizon < FEW_STEPS:
+        if schedule.horizon < streams.FEW_STEPS:
             steps = counted(schedule.horizon, "step")
             hooks.note(f"about {steps} teach the model next to nothing; {_longer(config)}")
-        for note in length_notes(config, schedule.horizon):
+        for note in streams.length_notes(config, schedule.horizon):
             hooks.note(note)
     if world.is_main:
         step = -1 if resume is None else checkpoint_step(resume)  # -1: drop even the evaluation before training
@@ -205,7 +197,7 @@ def _set_up(
         resume=resume,
     )
     if resume is not None and state is not None:
-        check_rows(state, loader_state(schedule, data, state.step), resume)
+        streams.check_rows(state, streams.loader_state(schedule, data, state.step), resume)
     trainer = make_trainer(setup)
     return Run(setup=setup, trainer=trainer, summary=summarise_model(setup, trainer))
 

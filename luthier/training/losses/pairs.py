@@ -33,33 +33,22 @@ from luthier.objectives.pair_formulas import (
 )
 from luthier.objectives.token_scores import TokenScores, log_square_sums, token_scores
 from luthier.records import Batch, Targets
+from luthier.training.losses import step_losses
 from luthier.training.losses.reference_choice import choose_reference, ld_alpha
 from luthier.training.losses.references import Reference
-from luthier.training.losses.step_losses import (
-    AnswerLosses,
-    BothLosses,
-    MicroLoss,
-    ObjectiveParts,
-    Reduce,
-    Stateless,
-    Tell,
-    entropy_of,
-    micro_loss,
-    pair_settings,
-    pairs_of,
-    weights_of,
-)
 from luthier.training.losses.tokens import held_out_losses
 from luthier.training.report.result import ACCURACIES, ENTROPY, MARGINS, REWARDS
 
 
-def pair_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+def pair_losses(
+    parts: step_losses.ObjectiveParts, forward: ModelPass, tell: step_losses.Tell
+) -> step_losses.BothLosses:
     """The losses of a run, the same on held-out rows."""
     objective = parts.config.objective
     losses = PairLosses(
         forward=forward,
         name=objective.loss_name,
-        settings=pair_settings(objective),
+        settings=step_losses.pair_settings(objective),
         reference=choose_reference(parts, forward, tell) if objective.needs_reference else None,
         ld_alpha=ld_alpha(parts.config),
         num_sources=max(parts.num_sources),
@@ -67,7 +56,9 @@ def pair_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLo
     return losses, losses
 
 
-def own_pair_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+def own_pair_losses(
+    parts: step_losses.ObjectiveParts, forward: ModelPass, tell: step_losses.Tell
+) -> step_losses.BothLosses:
     """The best and the worst of the model's own answers are compared as those of a row. Held-out rows hold one answer
     each."""
     trained, _ = pair_losses(parts, forward, tell)
@@ -100,7 +91,7 @@ class _Answers:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class PairLosses(AnswerLosses):
+class PairLosses(step_losses.AnswerLosses):
     """``reference`` None: compared with nothing. ``ld_alpha``: what targets beyond the shorter answer count."""
 
     settings: PairSettings
@@ -113,7 +104,7 @@ class PairLosses(AnswerLosses):
     def measured(self) -> tuple[str, ...]:
         return (*REWARDS, ACCURACIES, MARGINS, "logps/chosen", "logps/rejected", "nll", ENTROPY)
 
-    def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
+    def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: step_losses.Reduce) -> None:
         """Settle what the pairs of this step are compared with."""
         row = LOSSES.named(self.name)
         self._known = deque()
@@ -127,7 +118,7 @@ class PairLosses(AnswerLosses):
                 replace(known, counterparts=those) for known, those in zip(self._known, found, strict=True)
             )
 
-    def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
+    def loss(self, model: nn.Module, batch: Batch) -> step_losses.MicroLoss:
         """See `StepLosses`; after a look ahead micro-batches come in the order of `begin_step`."""
         known = self._known.popleft() if self._known else None
         policy = self._policy(model, batch, entropy=not torch.is_grad_enabled())
@@ -139,7 +130,7 @@ class PairLosses(AnswerLosses):
         found = pair_loss_sum(scores, self.name, self.settings, baselines)
         self.note_rewards(found)
         found = replace(found, measures={**found.measures, ENTROPY: policy.entropy})
-        return micro_loss(found, policy.anchor, batch, self.num_sources)
+        return step_losses.micro_loss(found, policy.anchor, batch, self.num_sources)
 
     def _looked_ahead(self, model: nn.Module, batches: Iterable[Batch]) -> list[PairScores]:
         """The scores of each micro-batch, without gradients; what the reference gives is kept for `loss`."""
@@ -167,7 +158,7 @@ class PairLosses(AnswerLosses):
         if squares_K is not None:
             aligned = sequence_scores(logps_K.detach() - squares_K, segments_K, batch.num_segments)
         if self.ld_alpha != 1 and batch.units:
-            pairs_P2 = pairs_of(batch).to(segments_K.device)
+            pairs_P2 = step_losses.pairs_of(batch).to(segments_K.device)
             counts_K = tail_discount(segments_K, batch.num_segments, pairs_P2, ld_alpha=self.ld_alpha)
             discounted = sequence_scores(logps_K, segments_K, batch.num_segments, counts_K=counts_K)
         return _Answers(
@@ -176,7 +167,7 @@ class PairLosses(AnswerLosses):
             aligned=aligned,
             counts_K=counts_K,
             anchor=scored.anchor,
-            entropy=entropy_of(found),
+            entropy=step_losses.entropy_of(found),
         )
 
     def _asked(self, batch: Batch, counts_K: torch.Tensor | None) -> torch.Tensor | None:
@@ -188,9 +179,9 @@ class PairLosses(AnswerLosses):
         device = policy.scores.logps_S.device
         return pair_scores(
             policy.scores,
-            pairs_of(batch).to(device),
+            step_losses.pairs_of(batch).to(device),
             ref_logps_S=ref_logps_S,
-            weights_P=weights_of(batch, device),
+            weights_P=step_losses.weights_of(batch, device),
             whole=policy.whole if policy.counts_K is not None else None,
             aligned=policy.aligned,
         )
@@ -201,7 +192,7 @@ def _is_whole_step(batches: Iterable[Batch]) -> bool:
     return isinstance(batches, Sequence) and len(batches) == 1 and PartialState().num_processes == 1
 
 
-def _mean_ratios(step: Sequence[PairScores], device: torch.device, reduce: Reduce) -> tuple[float, float]:
+def _mean_ratios(step: Sequence[PairScores], device: torch.device, reduce: step_losses.Reduce) -> tuple[float, float]:
     """Of the chosen and of the rejected answers of a step on all ranks."""
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     for scores in step:
@@ -212,7 +203,7 @@ def _mean_ratios(step: Sequence[PairScores], device: torch.device, reduce: Reduc
     return chosen / max(count, 1), rejected / max(count, 1)
 
 
-def _of_sorted_step(step: Sequence[PairScores], sides: SortedSides, reduce: Reduce) -> list[Counterparts]:
+def _of_sorted_step(step: Sequence[PairScores], sides: SortedSides, reduce: step_losses.Reduce) -> list[Counterparts]:
     """For each micro-batch of this rank what its pairs are compared with among those of all micro-batches and ranks."""
     values_P2 = torch.cat([torch.stack(sides(scores), dim=1) for scores in step])
     all_M2, first = _of_all_ranks(values_P2, reduce)
@@ -224,7 +215,7 @@ def _of_sorted_step(step: Sequence[PairScores], sides: SortedSides, reduce: Redu
     return of_step
 
 
-def _of_all_ranks(values_P2: torch.Tensor, reduce: Reduce) -> tuple[torch.Tensor, int]:
+def _of_all_ranks(values_P2: torch.Tensor, reduce: step_losses.Reduce) -> tuple[torch.Tensor, int]:
     """The rows of all ranks, [M, 2], rank after rank, and where those of this one begin."""
     ranks = PartialState()
     sizes_W = torch.zeros(ranks.num_processes, dtype=torch.int64, device=values_P2.device)
@@ -239,7 +230,9 @@ def _of_all_ranks(values_P2: torch.Tensor, reduce: Reduce) -> tuple[torch.Tensor
 # --------------------------------------------------------------- ``rm``: a reward model from pairs. S segments, P pairs
 
 
-def reward_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+def reward_losses(
+    parts: step_losses.ObjectiveParts, forward: ModelPass, tell: step_losses.Tell
+) -> step_losses.BothLosses:
     """The losses of a run, the same on held-out rows."""
     objective, num_sources = parts.config.objective, max(parts.num_sources)
     losses = RewardLosses(forward=forward, name=objective.loss_name, numbers=objective.numbers, num_sources=num_sources)
@@ -247,7 +240,7 @@ def reward_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> Both
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class RewardLosses(Stateless):
+class RewardLosses(step_losses.Stateless):
     """``rm``: the reward of the chosen answer above that of the rejected one."""
 
     forward: ModelPass
@@ -263,14 +256,14 @@ class RewardLosses(Stateless):
         """Pairs."""
         return len(batch.units)
 
-    def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
+    def loss(self, model: nn.Module, batch: Batch) -> step_losses.MicroLoss:
         rewards_S = self.forward.rewards(model, batch)
         found = reward_loss_sum(
             rewards_S,
-            pairs_of(batch).to(rewards_S.device),
+            step_losses.pairs_of(batch).to(rewards_S.device),
             margins_P=torch.tensor([unit.verdict for unit in batch.units], device=rewards_S.device),
-            weights_P=weights_of(batch, rewards_S.device),
+            weights_P=step_losses.weights_of(batch, rewards_S.device),
             name=self.name,
             numbers=self.numbers,
         )
-        return micro_loss(found, rewards_S.sum() * 0, batch, self.num_sources)
+        return step_losses.micro_loss(found, rewards_S.sum() * 0, batch, self.num_sources)

@@ -33,17 +33,9 @@ from luthier.objectives.policy_losses import (
 )
 from luthier.objectives.token_scores import TokenScores
 from luthier.records import Batch, PolicyTargets
+from luthier.training.losses import step_losses
 from luthier.training.losses.reference_choice import reference_model
 from luthier.training.losses.references import ReferenceModel
-from luthier.training.losses.step_losses import (
-    BothLosses,
-    MicroLoss,
-    ObjectiveParts,
-    Reduce,
-    Stateless,
-    Tell,
-    token_settings,
-)
 from luthier.training.losses.tokens import TokenLosses, held_out_losses
 from luthier.training.report.result import ENTROPY
 from luthier.training.rollouts.early_warnings import NUMBERS, GapWatch
@@ -56,7 +48,9 @@ EXPLAINED = "explained_variance"  # of what came of answers, by what was expecte
 FLOOR, FLOOR_OF_16_BITS = 1e-4, 2e-2
 
 
-def policy_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+def policy_losses(
+    parts: step_losses.ObjectiveParts, forward: ModelPass, tell: step_losses.Tell
+) -> step_losses.BothLosses:
     objective, exact = parts.config.objective, parts.autocast is None
     policy = replace(forward, temperature=parts.config.rollout.temperature)
     exact = exact and next(parts.model.parameters()).dtype == torch.float32 and not rounds_inputs(parts.loaded.model)
@@ -75,7 +69,9 @@ def policy_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> Both
     )
 
 
-def teacher_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+def teacher_losses(
+    parts: step_losses.ObjectiveParts, forward: ModelPass, tell: step_losses.Tell
+) -> step_losses.BothLosses:
     """Answers are learned from a teacher: by its probability of each token (``opd``), or by its whole distribution."""
     objective = parts.config.objective
     if LOSSES.named(objective.loss_name).advantage == Advantage.TEACHER:
@@ -83,7 +79,7 @@ def teacher_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> Bot
     policy = replace(forward, temperature=parts.config.rollout.temperature)
     trained = TokenLosses(
         forward=policy,
-        settings=token_settings(objective),
+        settings=step_losses.token_settings(objective),
         reference=reference_model(parts, policy, tell),
         num_sources=parts.num_sources[0],
     )
@@ -101,7 +97,7 @@ class PolicyBaselines:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class PolicyLosses(Stateless):
+class PolicyLosses(step_losses.Stateless):
     """The losses of one row of the table; ``gaps`` watches that the answers are those that were drawn."""
 
     forward: ModelPass
@@ -130,7 +126,7 @@ class PolicyLosses(Stateless):
         answers = 0 if batch.policy is None else len(batch.policy.advantages_S)
         return units(self.divisor, num_targets=batch.num_targets, num_answers=answers)
 
-    def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
+    def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: step_losses.Reduce) -> None:
         """Ask the reference about all answers of the step, and settle their advantages."""
         self.gaps.begin_step(model, reduce)
         drawn = {batch: batch.policy for batch in batches if batch.policy is not None}
@@ -185,11 +181,11 @@ class PolicyLosses(Stateless):
         expected = {} if values_K is None else {"expected": values_K}
         return {**expected, **({} if not self.rollout.correction.is_on else {"trained": scores.logps_K})}
 
-    def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
+    def loss(self, model: nn.Module, batch: Batch) -> step_losses.MicroLoss:
         found, values_K, anchor = self._scored(model, batch)
         policy = batch.policy
         if policy is None:  # nothing was drawn on this rank
-            return MicroLoss(loss_sum=anchor + found.logps_K.sum(), num_units=0, measures=self._nothing())
+            return step_losses.MicroLoss(loss_sum=anchor + found.logps_K.sum(), num_units=0, measures=self._nothing())
         device, prepared = found.logps_K.device, self._prepared[batch]
         assert len(policy.behaviour_K) == len(found.logps_K), "what was drawn and what is scored are the same tokens"
         scores = PolicyScores(
@@ -214,7 +210,7 @@ class PolicyLosses(Stateless):
         assert found.entropy_K is not None
         if policy.age == 0:  # later the weights are others
             self.gaps.add(found.logps_K, sampler_K, scores.segments_K, len(scores.advantages_S))
-        return MicroLoss(
+        return step_losses.MicroLoss(
             loss_sum=parts_K.sum() + anchor,
             num_units=self.num_units(batch),
             measures={
@@ -246,7 +242,7 @@ class PolicyLosses(Stateless):
             return {}
         return {KL_K1: measure(logps_K - reference_K), KL_K3: measure(k3(logps_K, reference_K))}
 
-    def end_step(self, reduce: Reduce) -> Measures:
+    def end_step(self, reduce: step_losses.Reduce) -> Measures:
         """Compare the step's gap with its bound. Raises `TrainingError` where it is larger."""
         measures = self.gaps.end_step(reduce)
         if self.value_head is None:

@@ -14,37 +14,34 @@ from luthier.objectives.measures import Measure, measure
 from luthier.objectives.token_losses import TokenLoss, TokenSettings, losses_by_source
 from luthier.objectives.token_scores import token_scores
 from luthier.records import Batch, Targets
+from luthier.training.losses import step_losses
 from luthier.training.losses.reference_choice import reference_model
 from luthier.training.losses.references import ReferenceModel
-from luthier.training.losses.step_losses import (
-    ACCURACY,
-    BothLosses,
-    MicroLoss,
-    ObjectiveParts,
-    Stateless,
-    Tell,
-    token_settings,
-)
 from luthier.training.report.result import ENTROPY
 
 
-def token_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+def token_losses(
+    parts: step_losses.ObjectiveParts, forward: ModelPass, tell: step_losses.Tell
+) -> step_losses.BothLosses:
     """The losses of a run, and those of held-out rows."""
     objective = parts.config.objective
     reference = reference_model(parts, forward, tell) if objective.needs_reference else None
     trained = TokenLosses(
-        forward=forward, settings=token_settings(objective), reference=reference, num_sources=parts.num_sources[0]
+        forward=forward,
+        settings=step_losses.token_settings(objective),
+        reference=reference,
+        num_sources=parts.num_sources[0],
     )
     return trained, held_out_losses(parts, forward)
 
 
-def held_out_losses(parts: ObjectiveParts, forward: ModelPass) -> TokenLosses:
+def held_out_losses(parts: step_losses.ObjectiveParts, forward: ModelPass) -> TokenLosses:
     """Plain cross-entropy of the answers that held-out rows hold, whatever is trained."""
     return TokenLosses(forward=forward, settings=TokenSettings(), num_sources=parts.num_sources[1])
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class TokenLosses(Stateless):
+class TokenLosses(step_losses.Stateless):
     """``sft`` and ``pt``: each target for itself. ``reference`` for losses with a KL term.
 
     Without gradients plain cross-entropy comes with the entropy of what targets are drawn from.
@@ -57,12 +54,12 @@ class TokenLosses(Stateless):
 
     @property
     def measured(self) -> tuple[str, ...]:
-        return (ACCURACY, ENTROPY)
+        return (step_losses.ACCURACY, ENTROPY)
 
     def num_units(self, batch: Batch) -> int:
         return batch.num_targets
 
-    def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
+    def loss(self, model: nn.Module, batch: Batch) -> step_losses.MicroLoss:
         reference = None if self.reference is None else self.reference.hidden(batch)
         sources_S = torch.tensor(batch.sources or (0,) * batch.num_segments) if self.num_sources > 1 else None
 
@@ -85,10 +82,10 @@ class TokenLosses(Stateless):
         scored, _ = self.forward.scored(model, batch, score)
         found, entropy = scored.scores
         correct, count = found.num_correct.double(), found.num_correct.new_tensor(found.num_targets).double()
-        return MicroLoss(
+        return step_losses.MicroLoss(
             loss_sum=found.loss_sum + scored.anchor,
             num_units=found.num_targets,
-            measures={ACCURACY: Measure(total=correct, count=count), ENTROPY: entropy},
+            measures={step_losses.ACCURACY: Measure(total=correct, count=count), ENTROPY: entropy},
             by_source=found.by_source,
         )
 

@@ -22,30 +22,21 @@ from luthier.objectives.measures import Measure, Measures, measure
 from luthier.objectives.pair_formulas import SequenceScores, sequence_scores
 from luthier.objectives.token_scores import TokenScores
 from luthier.records import Batch, Targets
+from luthier.training.losses import step_losses
 from luthier.training.losses.reference_choice import choose_reference
 from luthier.training.losses.references import Reference
-from luthier.training.losses.step_losses import (
-    AnswerLosses,
-    BothLosses,
-    MicroLoss,
-    ObjectiveParts,
-    Reduce,
-    Tell,
-    entropy_of,
-    feedback_settings,
-    micro_loss,
-    weights_of,
-)
 from luthier.training.report.result import ACCURACIES, ENTROPY, REWARDS
 
 
-def feedback_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
+def feedback_losses(
+    parts: step_losses.ObjectiveParts, forward: ModelPass, tell: step_losses.Tell
+) -> step_losses.BothLosses:
     """The losses of a run, the same on held-out rows."""
     objective = parts.config.objective
     losses = FeedbackLosses(
         forward=forward,
         name=objective.loss_name,
-        settings=feedback_settings(objective),
+        settings=step_losses.feedback_settings(objective),
         reference=choose_reference(parts, forward, tell),
         num_sources=max(parts.num_sources),
     )
@@ -53,7 +44,7 @@ def feedback_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> Bo
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class FeedbackLosses(AnswerLosses):
+class FeedbackLosses(step_losses.AnswerLosses):
     """Single answers with a verdict."""
 
     settings: answer_losses.FeedbackSettings
@@ -65,7 +56,7 @@ class FeedbackLosses(AnswerLosses):
     def measured(self) -> tuple[str, ...]:
         return (*REWARDS, ACCURACIES, "logps/chosen", "logps/rejected", "nll", "kl", ENTROPY)
 
-    def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
+    def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: step_losses.Reduce) -> None:
         """Estimate KL(policy, reference) over the whole step, or take the mean reward of the steps before."""
         if self.needs_delta:
             self._baselines = answer_losses.FeedbackBaselines(delta=self._rewards.mean)
@@ -83,7 +74,7 @@ class FeedbackLosses(AnswerLosses):
         """The rows' own completions, without those of other rows."""
         return self._only(batch, [unit.segments[0] for unit in batch.units])
 
-    def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:
+    def loss(self, model: nn.Module, batch: Batch) -> step_losses.MicroLoss:
         """See `StepLosses`; where a KL was estimated micro-batches come in the order of `begin_step`."""
         ref_logps_S = self._ref_logps.popleft() if self._ref_logps else self._asked(batch)
         assert len(ref_logps_S) == batch.num_segments, "micro-batches in another order than when the step began"
@@ -97,16 +88,16 @@ class FeedbackLosses(AnswerLosses):
             ref_logps_R=ref_logps_R,
             desirable_R=torch.tensor([unit.verdict > 0 for unit in own.units], dtype=torch.bool, device=anchor.device),
             lengths_R=policy.lengths_S[own_R],
-            weights_R=weights_of(own, anchor.device),
+            weights_R=step_losses.weights_of(own, anchor.device),
         )
         found = answer_losses.feedback_loss_sum(scores, self.name, self.settings, self._baselines)
         self.note_rewards(found)
         is_own_K = None
         if scored.scores.entropy_K is not None:
             is_own_K = torch.isin(targets.segments_K, torch.tensor(own_R, dtype=torch.int64, device=anchor.device))
-        told = {**self._judged(scores), ENTROPY: entropy_of(scored.scores, is_own_K)}
+        told = {**self._judged(scores), ENTROPY: step_losses.entropy_of(scored.scores, is_own_K)}
         found = replace(found, measures={**found.measures, **told})
-        return micro_loss(found, anchor, own, self.num_sources)
+        return step_losses.micro_loss(found, anchor, own, self.num_sources)
 
     def _kl(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """float64[2]: sum and count over the completions that belong to other prompts."""
