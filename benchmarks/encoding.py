@@ -13,7 +13,7 @@ import tokenizers
 from rich.console import Console
 from rich.table import Table
 
-from luthier.config.schema import ModelConfig, SourceConfig, TemplateConfig
+from luthier.config.inputs import ModelConfig, SourceConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.presets import tokenizer_folder

@@ -21,7 +21,7 @@ import tokenizers
 from rich.console import Console
 from rich.table import Table
 
-from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.presets import tokenizer_folder
 from tests.oracles.catalogue import catalogue

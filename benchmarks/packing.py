@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from luthier.config.choices import MixtureBy, MixtureStop
-from luthier.config.schema import Packing
+from luthier.config.choices import MixtureBy, MixtureStop, Packing
 from luthier.packing.epoch import describe, plan_epoch, straggler_factor
 from luthier.packing.order import MAX_ROWS, MixtureSettings, RowOrder
 from luthier.packing.packer import plan_packs

@@ -41,8 +41,8 @@ from benchmarks.harness.runs import (
     qwen3_tokenizer,
 )
 from benchmarks.sharegpt import reference, verdict
+from luthier.config.choices import Overflow
 from luthier.config.loading import load_config
-from luthier.config.schema import Overflow
 from luthier.encoding.encoder import Encoder
 from luthier.preparation.prepare import prepare as prepared_rows
 from luthier.preparation.segments import SegmentIndex

@@ -19,7 +19,8 @@ from luthier.writing import counted, write_text
 if TYPE_CHECKING:
     from luthier.check.diff.runs import EncodedSide, RunDiff
     from luthier.config.draft import Draft
-    from luthier.config.schema import RunConfig, SourceConfig
+    from luthier.config.inputs import SourceConfig
+    from luthier.config.schema import RunConfig
     from luthier.prediction.comparing import PredictionComparison
     from luthier.sources import Source
 

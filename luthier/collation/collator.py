@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.collation.grid import CollateSettings, Grid, MediaInputs, lay_out, lay_out_trees
-from luthier.config.schema import MediaConfig
+from luthier.config.inputs import MediaConfig
 from luthier.layout.trees import (
     ancestors,
     cu_seqlens,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier import records
-from luthier.config.schema import MediaConfig
+from luthier.config.inputs import MediaConfig
 from luthier.errors import RowError
 from luthier.layout.mrope import mrope_positions, packed_mrope
 from luthier.layout.position_schemes import MediaGrids, PositionScheme, position_scheme

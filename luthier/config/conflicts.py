@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 
 from luthier.config import choices, losses
 from luthier.config.adapters import check_adapter, check_blocks, check_features, check_quantization
+from luthier.config.choices import Format
 from luthier.config.draft import Draft
 from luthier.config.inputs import SourceConfig
 from luthier.config.objective import OBJECTIVES
 from luthier.config.optimizers import OPTIMIZERS
-from luthier.config.schema import Format
 from luthier.errors import Problem
 from luthier.writing import counted
 

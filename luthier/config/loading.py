@@ -20,9 +20,10 @@ from typing import Any, TypeGuard, get_args, get_origin
 from luthier.config.conflicts import check_conflicts
 from luthier.config.draft import Draft, read_draft
 from luthier.config.explain import nearest
+from luthier.config.inputs import Section
 from luthier.config.machine import check_files, check_machine, check_processes
 from luthier.config.peers import Peer, peer_of, unread_file
-from luthier.config.schema import RunConfig, Section
+from luthier.config.schema import RunConfig
 from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, parse_path, put, show_path, show_value
 from luthier.config.yaml_text import MAX_DEPTH, Parsed, parse_yaml
 from luthier.errors import ConfigError, Problem, place_of

@@ -19,12 +19,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from luthier.config.choices import DATA_PRESETS, MODEL_PRESETS, QuantizationType
+from luthier.config.choices import DATA_PRESETS, MODEL_PRESETS, HeadKernel, Precision, QuantizationType
 from luthier.config.draft import Draft
 from luthier.config.explain import nearest
 from luthier.config.inputs import SourceConfig
 from luthier.config.optimizers import OPTIMIZERS
-from luthier.config.schema import HeadKernel, Precision
 from luthier.errors import Problem, install_hint
 from luthier.writing import counted
 

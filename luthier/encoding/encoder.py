@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.choices import RowKind
+from luthier.config.choices import Overflow, RowKind
+from luthier.config.inputs import MediaConfig, ModelConfig, TemplateConfig
 from luthier.config.objective import kind_of
-from luthier.config.schema import MediaConfig, ModelConfig, Overflow, RunConfig, TemplateConfig
+from luthier.config.schema import RunConfig
 from luthier.encoding.measuring import Measurer
 from luthier.encoding.pieces import Assembler
 from luthier.encoding.shortening import Shortener, ShorterRow, side_by_side

@@ -15,9 +15,10 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
+from luthier.config.choices import HistoryRendering, TrainOn
+from luthier.config.inputs import MediaConfig, SourceConfig, TargetRuleConfig
 from luthier.config.loading import RunDescription, load_draft
 from luthier.config.objective import kind_of
-from luthier.config.schema import HistoryRendering, MediaConfig, SourceConfig, TargetRuleConfig, TrainOn
 from luthier.encoding.encoder import Encoder, encode_rows
 from luthier.encoding.measuring import Measurer
 from luthier.encoding.pieces import Assembler

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
 
-from luthier.config.schema import TrainOn
+from luthier.config.choices import TrainOn
 from luthier.errors import RowDropped, RowError
 from luthier.layout.trees import join_trees, tree_of_runs
 from luthier.records import Conversation, Feedback, Media, MediaPiece, Message, Piece, Preference, Rendered, Row, Sample

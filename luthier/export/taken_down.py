@@ -31,7 +31,8 @@ from luthier.check.golden import (
     golden_context,
 )
 from luthier.check.verify.plain_template import plain_message
-from luthier.config.schema import GenerateConfig, SourceConfig
+from luthier.config.inputs import SourceConfig
+from luthier.config.schema import GenerateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.interface import as_prompt
 from luthier.engines.engine import Completion, Ids, Request

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.schema import Overflow
+from luthier.config.choices import Overflow
 from luthier.errors import RowDropped, UserError
 from luthier.records import MediaItem, Segment, media_within
 from luthier.writing import counted

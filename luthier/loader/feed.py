@@ -36,9 +36,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.choices import MixtureBy
-from luthier.config.inputs import MediaCache
-from luthier.config.schema import Packing, RunConfig, SourceConfig
+from luthier.config.choices import MixtureBy, Packing
+from luthier.config.inputs import MediaCache, SourceConfig
+from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import BudgetError, ModelError, SourceError, StoreError, TemplateError, TokenizerError, UserError
 from luthier.loader.settings import mixture_of, units_of

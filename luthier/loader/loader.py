@@ -16,8 +16,9 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.config.choices import Overflow
 from luthier.config.loading import RunDescription, load_draft
-from luthier.config.schema import Overflow, RunConfig
+from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import CheckpointError, UserError
 from luthier.ledger import Ledger

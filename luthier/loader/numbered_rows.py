@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.schema import Overflow
+from luthier.config.choices import Overflow
 from luthier.errors import RowDropped
 from luthier.ledger import Ledger
 from luthier.loader.reader import PLACE, Places, PlannedMicroBatch, segment_at

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.collation import CollateSettings, Grid, MediaInputs
-from luthier.config.schema import MediaConfig
+from luthier.config.inputs import MediaConfig
 from luthier.loader.reader import PLACE, PlannedMicroBatch
 from luthier.media import MediaSource
 from luthier.media.feature_files import FeatureFiles

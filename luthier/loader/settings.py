@@ -14,11 +14,11 @@ from typing import TypedDict
 import numpy as np
 
 from luthier.collation import CollateSettings, MediaInputs
-from luthier.config.choices import MixtureBy, RowKind
+from luthier.config.choices import MixtureBy, Overflow, Packing, RowKind
 from luthier.config.draft import Draft
 from luthier.config.machine import is_installed
 from luthier.config.objective import OBJECTIVES, kind_of
-from luthier.config.schema import Overflow, Packing, RunConfig, TrainConfig
+from luthier.config.schema import RunConfig, TrainConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import Problem, SourceError, UserError

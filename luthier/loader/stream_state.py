@@ -19,8 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.choices import MixtureBy
-from luthier.config.schema import Packing
+from luthier.config.choices import MixtureBy, Packing
 from luthier.errors import CheckpointError, UserError
 from luthier.loader.numbered_rows import RowTable
 from luthier.packing.epoch import count_by_source

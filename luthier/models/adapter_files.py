@@ -16,7 +16,8 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from luthier.config.schema import AdapterConfig, AdapterType
+from luthier.config.choices import AdapterType
+from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
 from luthier.models.quantized import dequantized, is_quantized
 from luthier.writing import counted

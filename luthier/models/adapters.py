@@ -16,7 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from luthier.config.adapters import REGEX
-from luthier.config.schema import AdapterConfig, AdapterType, ModelPart
+from luthier.config.choices import AdapterType, ModelPart
+from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
 from luthier.models.adapter_files import continue_adapter, quiet_peft
 from luthier.models.model import REWARD_HEAD

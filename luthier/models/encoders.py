@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from luthier.collation import MediaInputs
 from luthier.collation.grid import GRIDS
-from luthier.config.schema import ModelPart
+from luthier.config.choices import ModelPart
 from luthier.errors import ModelError
 from luthier.media import Decoded, Family, MediaKind, MediaProcessor, join_features, merge_features
 from luthier.media.feature_files import ENCODER_OUTPUTS, ItemFeatures, is_encoded

@@ -22,9 +22,10 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from luthier.config.choices import QuantizationType, Sharding
+from luthier.config.choices import Precision, QuantizationType, Sharding
+from luthier.config.inputs import ModelConfig
 from luthier.config.objective import OBJECTIVES
-from luthier.config.schema import ModelConfig, Precision, RunConfig
+from luthier.config.schema import RunConfig
 from luthier.errors import ModelError, first_line
 from luthier.media.families.family import Attention
 from luthier.models import batch_invariance

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from luthier.config.schema import Sharding
+from luthier.config.choices import Sharding
 from luthier.errors import CheckpointError, ModelError, UserError
 from luthier.models.adapter_files import saves_embeddings
 from luthier.models.adapters import decoder_layers

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 
-from luthier.config.schema import ModelPart
+from luthier.config.choices import ModelPart
 from luthier.layout.position_schemes import position_scheme
 from luthier.media.families.family import Attention, Family, PackingSupport
 from luthier.media.families.table import FAMILIES

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from luthier.config.schema import ModelConfig
+from luthier.config.inputs import ModelConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError, RowError
 from luthier.writing import counted

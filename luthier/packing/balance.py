@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from luthier.config.schema import Packing
+from luthier.config.choices import Packing
 from luthier.packing.settings import Planned, PlanSettings, every, segment_costs, sums
 from luthier.records import Ints
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.schema import Packing
+from luthier.config.choices import Packing
 from luthier.errors import CheckpointError, UserError
 from luthier.packing.balance import Balancer, groups_sorted, micro_batch_costs
 from luthier.packing.best_fit import check_lengths, pack_in_order

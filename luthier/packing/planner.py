@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.schema import Packing
+from luthier.config.choices import Packing
 from luthier.packing.balance import Balancer, micro_batch_costs, pad_rows
 from luthier.packing.best_fit import check_lengths
 from luthier.packing.order import EpochOrder

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.schema import Packing
+from luthier.config.choices import Packing
 from luthier.errors import UserError
 from luthier.records import Ints, Segment
 from luthier.writing import counted

@@ -11,7 +11,9 @@ import msgspec
 import numpy as np
 import torch
 
-from luthier.config.schema import ObjectiveConfig, Packing, RunConfig
+from luthier.config.choices import Packing
+from luthier.config.objective import ObjectiveConfig
+from luthier.config.schema import RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.settings import eval_settings

@@ -26,7 +26,7 @@ import numpy as np
 from luthier import __version__
 from luthier.check.plan.stats import contamination
 from luthier.config.choices import RowKind
-from luthier.config.schema import SourceConfig
+from luthier.config.inputs import SourceConfig
 from luthier.encoding.interface import as_prompt
 from luthier.engines.engine import Completion, Engine, Refusal
 from luthier.engines.http import server_engine

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.schema import Overflow
+from luthier.config.choices import Overflow
 from luthier.errors import RowDropped, UserError
 from luthier.layout.cutting import SegmentCut, plan_windows, take_window
 from luthier.layout.trees import cut_prompt, leaf_segment, span_of, splice

@@ -11,8 +11,7 @@ from typing import Never
 import msgspec
 
 from luthier import records
-from luthier.config.choices import RowKind
-from luthier.config.schema import TrainOn
+from luthier.config.choices import RowKind, TrainOn
 from luthier.errors import RowError
 from luthier.rendering import paths, trained_turns
 from luthier.rendering.blueprint import Filled, PreferenceData

@@ -14,8 +14,7 @@ from functools import partial, reduce
 from typing import Any
 
 from luthier import records
-from luthier.config.choices import RowKind
-from luthier.config.schema import HistoryRendering, TrainOn
+from luthier.config.choices import HistoryRendering, RowKind, TrainOn
 from luthier.errors import RowDropped, RowError, TemplateError
 from luthier.presets.named_templates import named_template, named_templates, stop_tokens
 from luthier.rendering import other_rows

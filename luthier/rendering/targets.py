@@ -11,8 +11,8 @@ from functools import lru_cache
 from itertools import groupby
 from typing import TypeVar
 
-from luthier.config.choices import RowKind
-from luthier.config.schema import HistoryRendering, TargetRuleConfig, TrainOn
+from luthier.config.choices import HistoryRendering, RowKind, TrainOn
+from luthier.config.inputs import TargetRuleConfig
 from luthier.records import Conversation, Document, Message, Part, TargetRule, Text, Thinking, ToolCall
 from luthier.rendering.trace import Owner
 from luthier.rendering.trained_turns import CompletionSpan

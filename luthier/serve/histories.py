@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from luthier.config.schema import ServeConfig, SourceConfig
+from luthier.config.inputs import SourceConfig
+from luthier.config.schema import ServeConfig
 from luthier.encoding.encoder import Encoder, encode_rows
 from luthier.encoding.interface import as_prompt
 from luthier.encoding.measuring import Measurer

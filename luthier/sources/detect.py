@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from luthier.config.choices import SameRole, ThinkingStyle
+from luthier.config.choices import Format, SameRole, ThinkingStyle
 from luthier.config.explain import nearest_names
-from luthier.config.schema import Format, SourceConfig
+from luthier.config.inputs import SourceConfig
 from luthier.errors import SourceError
 from luthier.records import TargetRule
 from luthier.sources.formats.layout import TAG_NAMES, Layout, build_tags

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from luthier.config.choices import Documents
 from luthier.config.explain import nearest_names
-from luthier.config.schema import SourceConfig
+from luthier.config.inputs import SourceConfig
 from luthier.errors import SourceError
 from luthier.writing import counted
 

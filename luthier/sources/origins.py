@@ -16,8 +16,9 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from luthier.config.choices import Format
 from luthier.config.explain import nearest_names
-from luthier.config.schema import DataConfig, Format, SourceConfig
+from luthier.config.inputs import DataConfig, SourceConfig
 from luthier.errors import ModelError, RowError, SourceError, install_hint
 from luthier.records import Address
 from luthier.sources.columnar import count_columnar_rows, encode_row, read_columnar_file, table_rows

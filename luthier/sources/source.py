@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from luthier.config.schema import SourceConfig
+from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import (
     Address,

@@ -12,8 +12,9 @@ from peft import PeftModel
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from luthier.collation import CollateSettings, MediaInputs
+from luthier.config.choices import Strategy
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned
-from luthier.config.schema import RunConfig, Strategy
+from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Engine

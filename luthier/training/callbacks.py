@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from luthier.config.schema import EvalConfig, RunConfig, Strategy
+from luthier.config.choices import Strategy
+from luthier.config.schema import EvalConfig, RunConfig
 from luthier.loader.plan import StreamPlan
 from luthier.training.losses.step_losses import by_source
 from luthier.training.report.events import EventListener, Note, Saved, Started, StepDone

@@ -17,7 +17,8 @@ from peft import PeftModel
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from luthier.config.schema import Packing, RunConfig
+from luthier.config.choices import Packing
+from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.judge import AnswerScorer

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from luthier.config.schema import Precision
+from luthier.config.choices import Precision
 from luthier.errors import TrainingError, UserError
 from luthier.records import Address
 

@@ -20,9 +20,9 @@ from transformers.pytorch_utils import Conv1D
 from transformers.trainer_pt_utils import get_parameter_names
 from transformers.training_args import OptimizerNames
 
-from luthier.config.choices import Offload, RatePart
+from luthier.config.choices import AdapterType, Offload, Precision, RatePart
 from luthier.config.optimizers import OPTIMIZERS
-from luthier.config.schema import AdapterType, Precision, RunConfig, TrainConfig
+from luthier.config.schema import RunConfig, TrainConfig
 from luthier.errors import UNPLACED, ConfigError, ModelError, Problem
 from luthier.loader.plan import StreamPlan
 from luthier.loader.settings import warmup_steps

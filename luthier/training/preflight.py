@@ -21,12 +21,13 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, get_scheduler
 
+from luthier.config.choices import AdapterType, Precision, Sharding, Strategy
 from luthier.config.draft import Draft, unread_settings
 from luthier.config.inputs import MediaCache
 from luthier.config.machine import EXTRA, is_installed
 from luthier.config.objective import OBJECTIVES
 from luthier.config.optimizers import OPTIMIZERS
-from luthier.config.schema import AdapterConfig, AdapterType, Precision, RunConfig, Sharding, Strategy
+from luthier.config.schema import AdapterConfig, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, UserError, first_line, place_of
 from luthier.loader.settings import answer_faults, data_faults, media_of

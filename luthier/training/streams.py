@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.collation import CollateSettings, MediaInputs, blank_grid, lay_out, to_batch
-from luthier.config.choices import Strategy
-from luthier.config.schema import Packing, RunConfig
+from luthier.config.choices import Packing, Strategy
+from luthier.config.schema import RunConfig
 from luthier.errors import CheckpointError
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.plan import StreamPlan

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from luthier.config.choices import RowKind
-from luthier.config.inputs import MediaConfig
-from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.config.inputs import MediaConfig, ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 
 

@@ -21,8 +21,8 @@ from luthier.check.show.token_origins import (
     token_owners,
 )
 from luthier.check.show.view import RowView
+from luthier.config.inputs import SourceConfig
 from luthier.config.loading import load_config
-from luthier.config.schema import SourceConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError, StoreError
 from luthier.loader.settings import Loaded, load_rows

@@ -26,8 +26,10 @@ from luthier.check.diff.runs import (
     pairs,
 )
 from luthier.check.diff.terminal import diff_html, diff_report
+from luthier.config.choices import Overflow
+from luthier.config.inputs import DataConfig, SourceConfig
 from luthier.config.loading import load_config
-from luthier.config.schema import DataConfig, Overflow, RunConfig, SourceConfig
+from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowDropped, RowError
 from luthier.records import Address, Branch, Sample, Segment

@@ -14,7 +14,8 @@ from luthier.check.plan.costs import history_cost
 from luthier.check.show.token_origins import SegmentOrigin
 from luthier.check.show.view import show_batch, show_pack
 from luthier.collation import CollateSettings
-from luthier.config.schema import Overflow, RunConfig
+from luthier.config.choices import Overflow
+from luthier.config.schema import RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.reader import BatchReader

@@ -13,7 +13,7 @@ from luthier.check.show.token_origins import speakers_of
 from luthier.check.verify.findings import Check, Method
 from luthier.check.verify.row import RowVerifier
 from luthier.config.choices import RowKind
-from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.records import Branch, Feedback, Preference, Sample, Thinking, ToolCall
 from tests.check.verify_cases import AT, FORGERY, PLAIN, PRESET, WEATHER, message

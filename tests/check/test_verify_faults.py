@@ -12,7 +12,7 @@ from verify_faults import FAULTS, Fault
 
 from luthier.check.verify.findings import Check
 from luthier.check.verify.row import RowVerifier
-from luthier.config.schema import DataConfig
+from luthier.config.inputs import DataConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.records import Conversation, Row

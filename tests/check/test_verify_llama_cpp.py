@@ -16,7 +16,7 @@ from luthier.check.verify.findings import Check, Violation
 from luthier.check.verify.plain_template import plain_message
 from luthier.check.verify.row import RowVerifier
 from luthier.check.verify.server import Dialect, TokenServer, wire_messages
-from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.records import Conversation
 from tests.conftest import HANG_SECONDS

@@ -16,7 +16,7 @@ from luthier.check.verify.findings import Check, RowVerdict
 from luthier.check.verify.reference_tokenizer import same_sample, tree_faults
 from luthier.check.verify.row import RowVerifier, _is_drawn
 from luthier.config.choices import RowKind
-from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.media import MediaProcessor, MediaSource
 from luthier.media.families.family import Settings

@@ -10,7 +10,7 @@ from verify_chats import LOOK
 
 from luthier.check.verify.findings import Check
 from luthier.check.verify.row import RowVerifier
-from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.presets import tokenizer_folder
 from luthier.records import Conversation, Sample, Thinking, ToolCall

@@ -379,7 +379,7 @@ def test_a_pair_without_two_continuations_is_found() -> None:
 
 
 def test_added_tokens_have_the_same_ids_in_both_vocabularies() -> None:
-    from luthier.config.schema import ModelConfig, TemplateConfig
+    from luthier.config.inputs import ModelConfig, TemplateConfig
 
     under_test = Encoder(
         ModelConfig(name_or_path="preset:tiny-qwen3", add_tokens=["zebra"], add_special_tokens=["<|new|>"]),

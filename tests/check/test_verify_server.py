@@ -21,7 +21,7 @@ from luthier.check.verify.row import RowVerifier
 from luthier.check.verify.run import VerifyOptions
 from luthier.check.verify.server import Dialect, TokenServer, wire_messages
 from luthier.cli.main import run as run_command
-from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines.json_client import token_from
 from luthier.errors import UserError

@@ -15,8 +15,7 @@ from verify_cases import PLAIN, PRESET, THINKING, TOOLS, chat, message, one_run
 
 from luthier.check.verify.findings import Check
 from luthier.check.verify.plain_template import plain_message
-from luthier.config.inputs import MediaConfig
-from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.config.inputs import MediaConfig, ModelConfig, TemplateConfig
 from luthier.presets import tokenizer_folder
 from luthier.records import Conversation, Sample, ToolCall
 

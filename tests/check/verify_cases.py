@@ -12,7 +12,7 @@ import numpy as np
 
 from luthier.check.verify.findings import Violation
 from luthier.check.verify.row import RowVerifier
-from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.presets import tokenizer_folder
 from luthier.records import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from luthier.collation import collate_packs
-from luthier.config.schema import Overflow, Packing
+from luthier.config.choices import Overflow, Packing
 from luthier.ledger import Ledger
 from luthier.packing.epoch import describe, plan_epoch
 from luthier.packing.settings import PlanSettings

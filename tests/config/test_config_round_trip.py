@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from luthier.cli.dumping import dump_config
+from luthier.config.inputs import DataConfig, ModelConfig
 from luthier.config.loading import load_config_text
-from luthier.config.schema import DataConfig, ModelConfig, RunConfig
+from luthier.config.schema import RunConfig
 from luthier.config.words import config_schema
 from luthier.errors import ConfigError
 from luthier.training.folder.run_folder import RUN_CONFIG, write_run_config

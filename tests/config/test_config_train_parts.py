@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from luthier.config.choices import ModelPart
 from luthier.config.loading import load_config_text
-from luthier.config.schema import AdapterConfig, ModelPart
+from luthier.config.schema import AdapterConfig
 from luthier.errors import ConfigError
 
 GOOD = "model: preset:tiny-qwen3\ndata:\n  train: preset:skills\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError, TemplateError
 from luthier.records import Address, Conversation, Document, Image, Message, Text, Thinking

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from luthier.config.choices import HistoryRendering, RowKind, TrainOn
-from luthier.config.schema import ModelConfig, SourceConfig, TemplateConfig
+from luthier.config.inputs import ModelConfig, SourceConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.presets.datasets import dataset_names

@@ -16,8 +16,9 @@ import luthier
 from luthier.check.show.token_origins import row_origins
 from luthier.check.verify.findings import Check
 from luthier.check.verify.run import verify
+from luthier.config.choices import Overflow
 from luthier.config.loading import load_config
-from luthier.config.schema import Overflow, RunConfig
+from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.shortening import ANSWERS_LEFT_OUT, SHORTENED, TOKENS_LEFT_OUT, longest_learned, turn_starts
 from luthier.errors import ConfigError, RowDropped

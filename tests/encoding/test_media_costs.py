@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from luthier.config.schema import Overflow, Packing
+from luthier.config.choices import Overflow, Packing
 from luthier.ledger import Ledger
 from luthier.loader.numbered_rows import places_of
 from luthier.media import MediaKind

@@ -15,7 +15,7 @@ import transformers as hf
 from PIL import Image as Pillow
 
 import luthier
-from luthier.config.schema import Overflow
+from luthier.config.choices import Overflow
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ModelError, RowError, TemplateError, UserError
 from luthier.layout.cutting import plan_windows

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig, RuntimeConfig
+from luthier.config.inputs import DataConfig, ModelConfig
+from luthier.config.schema import OutputConfig, RunConfig, RuntimeConfig
 from luthier.errors import BudgetError, RowError, SourceError, StoreError, UserError
 from luthier.packing.order import hold_out_part
 from luthier.preparation import resolver, workers

@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig, SourceConfig
+from luthier.config.inputs import DataConfig, ModelConfig, SourceConfig
+from luthier.config.schema import OutputConfig, RunConfig
 from luthier.errors import RowError, SourceError
 from luthier.preparation import work_units as units_room
 from luthier.preparation.prepare import prepare

@@ -13,7 +13,7 @@ import pytest
 import transformers
 
 import luthier
-from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowDropped, RowError, TemplateError
 from luthier.presets import model_folder, tokenizer_folder

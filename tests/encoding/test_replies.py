@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import luthier
-from luthier.config.schema import ModelConfig, SourceConfig, TemplateConfig
+from luthier.config.inputs import ModelConfig, SourceConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.replies import reply_form
 from luthier.presets import tokenizer_folder

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from luthier.config.schema import SourceConfig
+from luthier.config.inputs import SourceConfig
 from luthier.errors import RowDropped, RowError
 from luthier.ledger import Ledger
 from luthier.preparation.resolver import ResolvedPortion, conversion_of, resolve_portions

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luthier.config.schema import Overflow, Packing
+from luthier.config.choices import Overflow, Packing
 from luthier.errors import RowDropped, UserError
 from luthier.layout.cutting import cut_segment
 from luthier.ledger import Ledger

@@ -12,7 +12,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 from luthier.errors import RowError, TemplateError, TokenizerError, UserError

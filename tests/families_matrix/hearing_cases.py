@@ -19,7 +19,7 @@ from PIL import Image
 
 import luthier
 from luthier.collation import MediaInputs, collate_packs
-from luthier.config.schema import Overflow
+from luthier.config.choices import Overflow
 from luthier.media import MediaKind, MediaProcessor
 from luthier.models.batch_invariance import hear_own_frames
 from luthier.models.submodules import find_parts, multimodal_class

@@ -13,7 +13,8 @@ import transformers as hf
 
 import luthier
 from luthier.collation import CollateSettings, MediaInputs
-from luthier.config.schema import Overflow, RunConfig
+from luthier.config.choices import Overflow
+from luthier.config.schema import RunConfig
 from luthier.media import Family, MediaProcessor
 from luthier.models.isolation import ChosenIsolation, choose_isolation
 from luthier.models.model import load_model

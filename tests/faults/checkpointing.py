@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig
+from luthier.config.inputs import DataConfig, ModelConfig
+from luthier.config.schema import OutputConfig, RunConfig
 from luthier.errors import CheckpointError
 from luthier.loader.stream_state import LoaderState
 from luthier.training.folder import checkpoint as checkpoints

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig
+from luthier.config.inputs import DataConfig, ModelConfig
+from luthier.config.schema import OutputConfig, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import StoreError
 from luthier.preparation import work_units as units_room

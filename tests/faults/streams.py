@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from luthier.collation import CollateSettings
-from luthier.config.schema import DataConfig, ModelConfig, OutputConfig, Overflow, Packing, RunConfig, TrainConfig
+from luthier.config.choices import Overflow, Packing
+from luthier.config.inputs import DataConfig, ModelConfig
+from luthier.config.schema import OutputConfig, RunConfig, TrainConfig
 from luthier.ledger import Ledger
 from luthier.loader import feed
 from luthier.loader.feed import FeedJob, FeedReader, run_feed

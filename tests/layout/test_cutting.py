@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luthier.config.schema import Overflow
+from luthier.config.choices import Overflow
 from luthier.errors import RowDropped, RowError, UserError
 from luthier.layout.cutting import cut_segment, plan_windows
 from luthier.records import Address, Segment

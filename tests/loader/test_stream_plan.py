@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from luthier.collation import CollateSettings
-from luthier.config.schema import Overflow, Packing
+from luthier.config.choices import Overflow, Packing
 from luthier.errors import BudgetError, RowError
 from luthier.ledger import Ledger
 from luthier.loader.numbered_rows import ArrivalSettings, ArrivingRows

@@ -13,7 +13,7 @@ import torch
 from compared_rows import compared_sample, random_rows, stored
 
 import luthier
-from luthier.config.schema import Overflow
+from luthier.config.choices import Overflow
 from luthier.errors import CheckpointError, UserError
 from luthier.packing.settings import UnitKind, draw_partners
 from luthier.preparation.prepared import PreparedSet

@@ -11,8 +11,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from luthier.config.inputs import MediaConfig
-from luthier.config.schema import ModelConfig
+from luthier.config.inputs import MediaConfig, ModelConfig
 from luthier.encoding.tokenizer_files import find_files
 from luthier.loader.protocol import MediaSetup
 from luthier.media import MediaSource

@@ -9,8 +9,7 @@ import pytest
 
 import luthier
 from luthier.check.verify.row import RowVerifier
-from luthier.config.inputs import LongAudio
-from luthier.config.schema import MediaConfig, ModelConfig, TemplateConfig
+from luthier.config.inputs import LongAudio, MediaConfig, ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.measuring import CUT_SOUND, SPLIT_SOUND
 from luthier.encoding.tokenizer import Tokenizer

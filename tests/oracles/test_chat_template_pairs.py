@@ -9,7 +9,7 @@ import pytest
 
 from luthier.check.verify.row import RowVerifier
 from luthier.config.choices import RowKind
-from luthier.config.schema import DataConfig, ModelConfig, TemplateConfig
+from luthier.config.inputs import DataConfig, ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.records import Feedback, Message, Preference
 from luthier.rendering.messages import plain_messages

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from luthier.config.schema import DataConfig, ModelConfig, TemplateConfig
+from luthier.config.inputs import DataConfig, ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.records import Conversation, Sample, Text, Thinking, ToolCall

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.presets import tokenizer_folder

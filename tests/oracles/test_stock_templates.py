@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.presets import tokenizer_folder

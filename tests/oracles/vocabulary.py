@@ -11,7 +11,7 @@ import jinja2
 import tokenizers
 from jinja2 import nodes
 
-from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.presets.named_templates import TEMPLATES
 from tests.oracles.catalogue import catalogue

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from luthier.config.schema import Packing
+from luthier.config.choices import Packing
 from luthier.packing.balance import Balancer, mean_straggler
 from luthier.packing.epoch import plan_epoch, straggler_factor
 from luthier.packing.settings import PlanSettings, SegmentTable, segment_costs

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luthier.config.schema import Packing
+from luthier.config.choices import Packing
 from luthier.errors import UserError
 from luthier.packing.epoch import describe, plan_epoch
 from luthier.packing.planner import TableRows

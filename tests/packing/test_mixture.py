@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luthier.config.choices import MixtureBy, MixtureStop
-from luthier.config.schema import Packing
+from luthier.config.choices import MixtureBy, MixtureStop, Packing
 from luthier.errors import UserError
 from luthier.packing.epoch import plan_epoch, realised_mixture, shares_of, source_counts
 from luthier.packing.order import LISTED, KeyedPermutation, MixtureSettings, RowOrder

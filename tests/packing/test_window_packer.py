@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luthier.config.schema import Packing
+from luthier.config.choices import Packing
 from luthier.errors import CheckpointError, UserError
 from luthier.packing.epoch import EpochPlan, describe, plan_epoch
 from luthier.packing.order import ListedOrder, MixtureSettings, RowOrder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import RowError, TemplateError

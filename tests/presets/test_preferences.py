@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from luthier.config.choices import DATA_PRESETS, Format
-from luthier.config.schema import SourceConfig
+from luthier.config.inputs import SourceConfig
 from luthier.errors import SourceError
 from luthier.presets import tokenizer_folder
 from luthier.presets.datasets import dataset_names, dataset_rows

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from luthier.config.schema import HistoryRendering
+from luthier.config.choices import HistoryRendering
 from luthier.errors import RowError
 from luthier.presets.named_templates import named_template
 from luthier.records import Conversation, Message, Thinking, ToolCall

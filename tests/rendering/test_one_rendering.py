@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from luthier import encode, load_tokenizer
-from luthier.config.schema import HistoryRendering
+from luthier.config.choices import HistoryRendering
 from luthier.errors import RowError
 from luthier.records import ControlPiece, Conversation, TextPiece, Thinking
 from luthier.rendering.targets import TargetPolicy

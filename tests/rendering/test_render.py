@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from luthier.config.schema import HistoryRendering, TrainOn
+from luthier.config.choices import HistoryRendering, TrainOn
 from luthier.errors import RowDropped, RowError
 from luthier.records import ControlPiece, Document, Piece, Preference, Text, TextPiece, Thinking, ToolCall
 from luthier.rendering.messages import ControlTokens

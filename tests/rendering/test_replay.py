@@ -13,7 +13,7 @@ from chat import CHATML, CONTROL, assistant, conversation, message, renderer, us
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luthier.config.schema import HistoryRendering, TrainOn
+from luthier.config.choices import HistoryRendering, TrainOn
 from luthier.errors import RowError, TemplateError
 from luthier.presets import tokenizer_folder
 from luthier.presets.named_templates import named_template

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from luthier.config.inputs import ModelConfig, TargetRuleConfig, TemplateConfig
 from luthier.config.loading import load_config_text
-from luthier.config.schema import ModelConfig, RunConfig, TargetRuleConfig, TemplateConfig
+from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowDropped
 from luthier.records import (

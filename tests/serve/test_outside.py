@@ -21,7 +21,7 @@ from PIL import Image
 
 import luthier
 from luthier.cli.main import run as run_command
-from luthier.config.schema import SourceConfig
+from luthier.config.inputs import SourceConfig
 from luthier.encoding.interface import as_prompt
 from luthier.engines.engine import Request
 from luthier.errors import UserError

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from luthier.config.schema import Format, SourceConfig
+from luthier.config.choices import Format
+from luthier.config.inputs import SourceConfig
 from luthier.records import Address, Conversation, Message, Row, Text
 from luthier.sources import RawRow, RowReader
 from luthier.sources.detect import detect_layout

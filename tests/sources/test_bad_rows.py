@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from luthier.config.choices import SameRole
-from luthier.config.schema import DataConfig, Format, SourceConfig
+from luthier.config.choices import Format, SameRole
+from luthier.config.inputs import DataConfig, SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import BLANK_ANSWER, Conversation, Document, Message, Row, Text
 from luthier.sources import RowBytes, Source, open_sources, repeated_ids, resolve_sources

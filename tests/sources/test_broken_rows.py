@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from luthier.config.schema import SourceConfig
+from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import Conversation
 from luthier.sources import RawRow, Source, open_sources

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from spoken_rows import ADDRESS, ASSISTANT, USER, convert, said
 
-from luthier.config.choices import SameRole
-from luthier.config.schema import Format, SourceConfig
+from luthier.config.choices import Format, SameRole
+from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import Feedback, Preference
 from luthier.sources import RawRow, RowReader

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from luthier.config.schema import DataConfig, Format, SourceConfig
+from luthier.config.choices import Format
+from luthier.config.inputs import DataConfig, SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import (
     Audio,

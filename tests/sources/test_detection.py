@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from luthier.config.schema import Format, SourceConfig
+from luthier.config.choices import Format
+from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import Conversation
 from luthier.sources import Source, open_sources

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luthier.config.schema import Format, SourceConfig
+from luthier.config.choices import Format
+from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError
 from luthier.records import Address, Conversation, Document, Feedback, Preference, Tokenized
 from luthier.sources import RawRow, RowBytes, RowReader

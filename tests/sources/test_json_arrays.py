@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luthier.config.schema import SourceConfig
+from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.sources import RowBytes, open_sources, text_files
 from luthier.sources.text_files import read_json_rows

@@ -11,8 +11,8 @@ from typing import Any
 import datasets
 import pytest
 
-from luthier.config.choices import SameRole
-from luthier.config.schema import DataConfig, Format, SourceConfig
+from luthier.config.choices import Format, SameRole
+from luthier.config.inputs import DataConfig, SourceConfig
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import ModelError, SourceError
 from luthier.presets import tokenizer_folder

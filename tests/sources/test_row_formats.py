@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from spoken_rows import ADDRESS, ASSISTANT, CALL, USER, chat, convert, said
 
-from luthier.config.schema import Format
+from luthier.config.choices import Format
 from luthier.errors import RowError
 from luthier.records import Conversation, Document, Feedback, Image, Preference, Text, Thinking, ToolCall
 from tests.conftest import reason_is

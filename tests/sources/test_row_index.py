@@ -20,7 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luthier.config.schema import Format, SourceConfig
+from luthier.config.choices import Format
+from luthier.config.inputs import SourceConfig
 from luthier.errors import PlainRowError, RowError, SourceError, plain_error, row_error
 from luthier.records import Address
 from luthier.sources import RowBytes, RowIndex, Source, columnar, open_files, open_sources, row_index

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spoken_rows import ADDRESS, ASSISTANT, CALL, USER, chat, convert, said
 
-from luthier.config.schema import Format, SourceConfig
+from luthier.config.choices import Format
+from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError
 from luthier.records import Conversation, Document, Feedback, Message, Preference, TargetRule, Text, Thinking, ToolCall
 from luthier.sources.detect import detect_layout

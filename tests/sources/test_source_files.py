@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from luthier.config.schema import Format, SourceConfig
+from luthier.config.choices import Format
+from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import Address, Conversation, Document, Row
 from luthier.sources import RowBytes, RowReader, Source, open_sources

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
-from luthier.config.schema import SourceConfig
+from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.sources import files, open_sources, text_files
 

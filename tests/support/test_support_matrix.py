@@ -10,8 +10,8 @@ import pytest
 import support_matrix as matrix
 from support_matrix import FAMILIES, LAYOUTS, OBJECTIVES, Cell, Outcome, Verdict
 
+from luthier.config.choices import AdapterType
 from luthier.config.optimizers import OPTIMIZERS
-from luthier.config.schema import AdapterType
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.training import fit
 

@@ -17,7 +17,8 @@ from tiny_recurrent import RECURRENT_MODELS
 from tiny_runs import make_config, make_data, make_segments
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from luthier.config.schema import AdapterConfig, AdapterType
+from luthier.config.choices import AdapterType
+from luthier.config.schema import AdapterConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
 from luthier.models import adapter_files, adapters

@@ -16,7 +16,8 @@ import luthier
 from luthier.check.verify.findings import Check
 from luthier.check.verify.run import verify
 from luthier.cli.main import run
-from luthier.config.schema import ModelPart, RunConfig
+from luthier.config.choices import ModelPart
+from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ModelError, RowError, UserError
 from luthier.layout.trees import leaves

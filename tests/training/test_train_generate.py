@@ -18,8 +18,9 @@ from tiny_runs import make_config, make_segments
 
 import luthier
 from luthier.collation import MediaInputs
+from luthier.config.inputs import MediaConfig
 from luthier.config.loading import load_config
-from luthier.config.schema import GenerateConfig, MediaConfig
+from luthier.config.schema import GenerateConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import before_stop
 from luthier.errors import ConfigError

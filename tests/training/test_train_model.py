@@ -11,7 +11,7 @@ import torch
 from tiny_runs import TINY, make_config, make_data, make_segments
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from luthier.config.schema import ModelConfig
+from luthier.config.inputs import ModelConfig
 from luthier.encoding.tokenizer import AddedTokens, load_tokenizer
 from luthier.errors import ModelError
 from luthier.models.model import load_model, use_liger

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import DynamoBackend
 from tiny_runs import make_config, make_data, make_segments
 
-from luthier.config.schema import Precision
+from luthier.config.choices import Precision
 from luthier.errors import UserError
 from luthier.training.fit import idle_gpus
 from luthier.training.folder.artifacts import model_card

@@ -16,10 +16,11 @@ from tiny_runs import TINY, make_config, make_data, make_segments
 from tiny_vlms import tiny_vlm
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from luthier.config.choices import AdapterType, ModelPart
 from luthier.config.loading import load_config_text
 from luthier.config.machine import is_installed
 from luthier.config.optimizers import OPTIMIZERS
-from luthier.config.schema import AdapterConfig, AdapterType, ModelPart, TrainConfig
+from luthier.config.schema import AdapterConfig, TrainConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import CheckpointError, ConfigError, ModelError
 from luthier.models.adapters import apply_adapter, decoder_layers

@@ -28,9 +28,9 @@ from transformers import (
     set_seed,
 )
 
-from luthier.config.choices import QuantizationType
+from luthier.config.choices import AdapterType, QuantizationType
 from luthier.config.inputs import QuantizationConfig
-from luthier.config.schema import AdapterConfig, AdapterType, RunConfig
+from luthier.config.schema import AdapterConfig, RunConfig
 from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 from luthier.errors import ModelError
 from luthier.models.adapters import apply_adapter, count_parameters

@@ -13,8 +13,8 @@ import luthier
 from luthier.check.verify.findings import Check
 from luthier.check.verify.row import RowVerifier
 from luthier.config.choices import RowKind
+from luthier.config.inputs import ModelConfig, SourceConfig, TemplateConfig
 from luthier.config.objective import kind_of
-from luthier.config.schema import ModelConfig, SourceConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ConfigError, RowDropped, RowError, UserError
 from luthier.library import prepare

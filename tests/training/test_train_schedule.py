@@ -11,7 +11,8 @@ import pytest
 import yaml
 from tiny_runs import make_plan
 
-from luthier.config.schema import Packing, RunConfig, Strategy, TrainConfig
+from luthier.config.choices import Packing, Strategy
+from luthier.config.schema import RunConfig, TrainConfig
 from luthier.loader import plan as plans
 from luthier.loader.plan import StreamPlan
 from luthier.loader.reader import PlannedMicroBatch

@@ -16,7 +16,7 @@ from tiny_runs import make_data, make_plan, make_segments, make_table
 from transformers import AutoModelForCausalLM
 
 from luthier.collation import CollateSettings
-from luthier.config.schema import Packing
+from luthier.config.choices import Packing
 from luthier.objectives.measures import Measure
 from luthier.objectives.token_losses import token_loss_sum
 from luthier.packing.settings import PlanSettings

@@ -8,7 +8,7 @@ import torch
 from tiny_runs import make_plan, make_segments, make_table
 
 from luthier.collation import CollateSettings
-from luthier.config.schema import Packing
+from luthier.config.choices import Packing
 from luthier.loader.numbered_rows import RowTable
 from luthier.packing.settings import PlanSettings
 from luthier.records import Batch

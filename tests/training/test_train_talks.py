@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import luthier
+from luthier.config.inputs import ModelConfig, SourceConfig, TemplateConfig
 from luthier.config.rollout import CodeConfig, RolloutConfig
-from luthier.config.schema import GenerateConfig, ModelConfig, SourceConfig, TemplateConfig
+from luthier.config.schema import GenerateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines.engine import Completion, Finish, Ids, Request
 from luthier.engines.next_tokens import BatchRow

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from tiny_runs import make_config
 
-from luthier.config.schema import Precision
+from luthier.config.choices import Precision
 from luthier.errors import ConfigError, ModelError
 from luthier.models.model import run_precision
 from luthier.training.callbacks import evaluations_without_gain

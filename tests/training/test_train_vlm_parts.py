@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForMultimodalLM, CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
-from luthier.config.schema import AdapterConfig, AdapterType, ModelPart
+from luthier.config.choices import AdapterType, ModelPart
+from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
 from luthier.media import MediaProcessor
 from luthier.models import adapter_files, adapters

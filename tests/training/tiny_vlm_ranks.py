@@ -16,7 +16,8 @@ from tiny_vlms import TEXT, VLMS, packed_batch, seen, tiny_vlm
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from luthier.config.schema import AdapterConfig, ModelPart
+from luthier.config.choices import ModelPart
+from luthier.config.schema import AdapterConfig
 from luthier.models.adapters import apply_adapter
 from luthier.models.attention_inputs import Isolation
 from luthier.models.encoders import BlankMedia, needed_blanks

@@ -16,7 +16,9 @@ import msgspec
 import numpy as np
 
 from luthier.check.diff.row_changes import Change, Comparison, FirstDifference, Lesson
-from luthier.config.schema import DataConfig, Overflow, RunConfig
+from luthier.config.choices import Overflow
+from luthier.config.inputs import DataConfig
+from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowDropped, RowError

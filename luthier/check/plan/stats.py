@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.check.plan.costs import LongRow, MediaCount, MediaItems, longest_rows
-from luthier.config.schema import Overflow
+from luthier.config.choices import Overflow
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.metrics.texts import words
 from luthier.preparation.prepared import Prepared, PreparedSet

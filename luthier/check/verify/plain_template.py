@@ -20,8 +20,7 @@ import tokenizers
 from jinja2 import nodes
 from jinja2.meta import find_undeclared_variables
 
-from luthier.config.inputs import MediaConfig
-from luthier.config.schema import ModelConfig, TemplateConfig
+from luthier.config.inputs import MediaConfig, ModelConfig, TemplateConfig
 from luthier.errors import RowError, TokenizerError
 from luthier.media import PROCESSOR_FILES, decoder_of, opens_prompts
 from luthier.presets import tokenizer_folder

@@ -16,7 +16,7 @@ from typing import Any
 
 from luthier.check.verify.plain_template import PlainTemplate, ReferenceFiles
 from luthier.check.verify.reference_tokenizer import ReferenceTokenizer
-from luthier.config.schema import HistoryRendering, TrainOn
+from luthier.config.choices import HistoryRendering, TrainOn
 from luthier.records import Conversation, Document, Message, Part, TargetRule, Text, Thinking, ToolCall
 
 Spoken = Text | Thinking | ToolCall

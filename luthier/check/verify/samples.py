@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from luthier.config.schema import Overflow, RunConfig
+from luthier.config.choices import Overflow
+from luthier.config.schema import RunConfig
 from luthier.errors import BudgetError, RowDropped, RowError, UserError
 from luthier.layout.cutting import plan_windows
 from luthier.layout.trees import cut_prompt

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from luthier import records
-from luthier.config.inputs import LongAudio, MediaConfig
-from luthier.config.schema import ModelConfig
+from luthier.config.inputs import LongAudio, MediaConfig, ModelConfig
 from luthier.errors import ModelError, RowError
 from luthier.media.families.family import MediaKind, Processor
 from luthier.media.families.table import family_versions

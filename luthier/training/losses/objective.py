@@ -14,8 +14,9 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from luthier.config.choices import HeadKernel
 from luthier.config.objective import LOSSES, OBJECTIVES
-from luthier.config.schema import HeadKernel, RunConfig
+from luthier.config.schema import RunConfig
 from luthier.errors import ModelError, install_hint
 from luthier.loader.settings import units_of
 from luthier.models.attention_inputs import Isolation

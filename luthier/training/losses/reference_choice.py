@@ -9,9 +9,10 @@ from pathlib import Path
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from luthier.config.choices import QuantizationType
+from luthier.config.choices import AdapterType, QuantizationType
+from luthier.config.inputs import ModelConfig
 from luthier.config.objective import OBJECTIVES, ReferenceSource
-from luthier.config.schema import AdapterConfig, AdapterType, ModelConfig, RunConfig
+from luthier.config.schema import AdapterConfig, RunConfig
 from luthier.encoding.tokenizer_files import find_files
 from luthier.errors import ModelError, RowError, TokenizerError
 from luthier.models.adapter_files import merge_first, mutates_base

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from luthier.collation import MediaInputs, collate_packs
+from luthier.config.choices import ModelPart, Precision
 from luthier.config.inputs import MediaCache
-from luthier.config.schema import ModelPart, Precision, RunConfig
+from luthier.config.schema import RunConfig
 from luthier.errors import ModelError, RowError, StoreError
 from luthier.loader.plan import StreamPlan
 from luthier.media.feature_files import FeatureFiles, ItemFeatures, item_key

@@ -18,11 +18,11 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from luthier.config.choices import QuantizationType, Sharding
-from luthier.config.inputs import ModelConfig
+from luthier.config.choices import AdapterType, QuantizationType, Sharding
+from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.config.objective import ObjectiveConfig
 from luthier.config.rollout import RewardConfig
-from luthier.config.schema import AdapterConfig, AdapterType, RunConfig, TemplateConfig
+from luthier.config.schema import AdapterConfig, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.replies import ReplyReader, prompt_of_turns, with_system_message
 from luthier.encoding.tokenizer import Tokenizer
