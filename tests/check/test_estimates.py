@@ -39,9 +39,9 @@ from luthier.check.plan.estimate import (
 from luthier.check.plan.memory import LOSS_CHUNK_BYTES, Memory, memory_of, optimizer_bytes
 from luthier.check.plan.terminal import duration, estimate_table, size
 from luthier.check.plan.work import EpochWork, shape_of
-from luthier.config.choices import Offload
+from luthier.config.choices import Offload, Packing
 from luthier.config.inputs import QuantizationConfig
-from luthier.config.schema import Packing, RunConfig, TrainConfig
+from luthier.config.schema import RunConfig, TrainConfig
 from luthier.errors import ModelError, UserError
 from luthier.models.adapters import apply_adapter, count_parameters
 from luthier.models.quantized import bytes_when_quantized, held_tensors, kept_modules, loading_config, num_bytes

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from luthier.check.plan.estimate import Estimate
 from luthier.check.plan.memory import computes_in_16_bits
 from luthier.check.plan.work import shape_of_run
+from luthier.config.choices import Overflow, Packing
 from luthier.config.objective import OBJECTIVES
-from luthier.config.schema import Overflow, Packing, RunConfig
+from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.settings import (

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from luthier.check.plan.work import EpochWork, ModelShape
-from luthier.config.choices import Offload
+from luthier.config.choices import AdapterType, Offload, Precision
 from luthier.config.optimizers import OPTIMIZERS
-from luthier.config.schema import AdapterType, Precision, RunConfig, TrainConfig
+from luthier.config.schema import RunConfig, TrainConfig
 
 RESERVE_BYTES = 3 << 29  # 1.5 GiB: the CUDA context, libraries' workspaces, gaps between allocations
 LOSS_CHUNK_BYTES = 1 << 26  # what the loss copies to float32 at a time

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.schema import Packing, RunConfig
+from luthier.config.choices import Packing
+from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
 from luthier.packing.epoch import EpochPlan
 from luthier.packing.settings import SegmentTable

@@ -119,9 +119,7 @@ def convert_preference(reading: Reading) -> Preference:
     second = reading.fresh_media()
     rejected = reading.continuation("rejected", second)
     second.finish()
-    # How many messages both lists begin with, leaving at least one for each.
-    longest = min(len(chosen), len(rejected)) - 1
-    shared = next((index for index in range(longest) if chosen[index] != rejected[index]), longest)
+    shared = _common_prefix(chosen, rejected)
     if shared == 0:
         raise _no_common_prompt(chosen, rejected, reading)
     prompt, field = reading.with_system(chosen[:shared]), reading.field("chosen")
@@ -194,6 +192,12 @@ def _opening(messages: list[Message]) -> str:
     """The first message in words: ``user 'Hi'``; of one message that is the whole side, that it is."""
     only = " alone" if len(messages) == 1 else ""
     return f"{messages[0].role} {messages[0].text[:30]!r}{only}"
+
+
+def _common_prefix(first: list[Message], second: list[Message]) -> int:
+    """How many messages both lists begin with, leaving at least one for each."""
+    longest = min(len(first), len(second)) - 1
+    return next((index for index in range(longest) if first[index] != second[index]), longest)
 
 
 # ---------------------------------------------------------------------------------------------------- rows of token ids
