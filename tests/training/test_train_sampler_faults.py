@@ -179,7 +179,12 @@ def test_each_fault_is_told_by_its_name(fault: str, run: Train, monkeypatch: pyt
     assert name in caught.value.message, caught.value.message
 
 
-def test_a_pass_of_training_that_differs_from_the_model_is_told(run: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "cause"), [({}, Cause.TRAINING_PASS), ({"quantization": "int8"}, Cause.ROUNDED_INPUTS)]
+)
+def test_a_pass_of_training_that_differs_from_the_model_is_told(
+    changes: dict[str, Any], cause: Cause, run: Train, knows_few: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = ModelPass.token_scores
 
     def token_scores(self: ModelPass, *args: Any, **keys: Any) -> Any:
@@ -189,8 +194,8 @@ def test_a_pass_of_training_that_differs_from_the_model_is_told(run: Train, monk
 
     monkeypatch.setattr(ModelPass, "token_scores", token_scores)
     with pytest.raises(TrainingError) as caught:
-        run()
-    assert Cause.TRAINING_PASS in caught.value.message
+        run(model={"name_or_path": str(knows_few), **changes}, **(LORA if changes else {}))
+    assert cause in caught.value.message
 
 
 def rolled(found: Any) -> Any:

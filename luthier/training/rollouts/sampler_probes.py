@@ -22,6 +22,7 @@ from luthier.engines.engine import Completion, Engine, Finish, Ids
 from luthier.engines.local import NO_ADAPTER, LocalEngine
 from luthier.errors import TrainingError
 from luthier.models.passes import casting
+from luthier.models.quantized import rounds_inputs
 from luthier.models.sharding import gather_all
 from luthier.records import Batch
 from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated
@@ -78,7 +79,7 @@ class SamplerProbes:
             for number, call in chosen
         ]
         if max(float(np.abs(one.engine - one.training).mean()) for one in answers) < self.watch.bound:
-            return _sentence(Cause.TRAINING_PASS)
+            return _sentence(Cause.ROUNDED_INPUTS if rounds_inputs(self.trained.model) else Cause.TRAINING_PASS)
         calls = [call for _, call in chosen]
         probes = {cause: list(make(calls)) for cause, make in self._makers().items()}
         return _sentence(cause_of(answers, probes, smallest_before=self.watch.smallest))
@@ -238,6 +239,10 @@ class Cause(StrEnum):
     TRAINING_PASS = (
         "training's own pass over packed rows differs from the model alone: try train.packing: none, and "
         "train.torch_compile: false"
+    )
+    ROUNDED_INPUTS = (
+        "the base's 8-bit layers: they round what they read, in columns that depend on the other rows of a batch; "
+        "model.quantization: nf4 rounds weights alone"
     )
     TEMPERATURE = "a temperature is in the engine's probabilities and not in those of training, or the other way round"
     TRUNCATED = (
