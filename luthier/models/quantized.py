@@ -204,10 +204,18 @@ def rounds_inputs(model: nn.Module) -> bool:
 
 def settle(model: PreTrainedModel) -> None:
     """Keep bitsandbytes' layers in the format that has a backward pass: on some CPUs they change their weights, when
-    they first run in evaluation, into one that has none."""
+    they first run in evaluation, into one that has none. In 8 bits they keep their scales on a CPU, where PEFT's DoRA
+    puts another parameter without them in the weight's place."""
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
+        if type(layer).__name__ == "Linear8bitLt":
+            layer.register_forward_pre_hook(_with_scales)
+
+
+def _with_scales(layer: Any, _: object) -> None:
+    if layer.weight.CB is not None and layer.weight.SCB is None:
+        layer.weight.SCB = layer.state.SCB
 
 
 def dequantized(model: PreTrainedModel) -> PreTrainedModel:

@@ -206,6 +206,14 @@ def test_every_objective_learns_on_a_quantized_base_with_activations_recomputed(
     assert losses("recomputed", train__gradient_checkpointing=True) == pytest.approx(found, abs=1e-5)
 
 
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("how", TRAINED)
+def test_dora_learns_on_every_quantized_base(base: Path, train: Train, how: QuantizationType, recomputes: bool) -> None:
+    on = {**_on(base, how.value), "adapter": {**LORA, "use_dora": True}}
+    losses = _losses(train(make_data(make_segments(4)), **on, train__gradient_checkpointing=recomputes))
+    assert len(losses) > 2 and losses[-1] < losses[0]
+
+
 @pytest.mark.parametrize("how", [{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, {"load_in_8bit": True}])
 def test_a_model_that_comes_quantized_is_trained_on_and_merged(
     base: Path, train: Train, tmp_path: Path, how: dict[str, Any]
