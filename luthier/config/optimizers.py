@@ -59,6 +59,9 @@ class OptimizerRow:
                 yield name, f"{value!r} is not {wanted}", f"write {name}: {_example(self.settings[name])}"
 
 
+_LEAST_MEMORY = 0.9  # a setting whose default is from here to 1 is a share of the old in a mean that moves
+
+
 def _wanted(default: Default, value: object) -> str | None:
     """What a value should be; None: it is."""
     kind = default if isinstance(default, type) else type(default)
@@ -69,7 +72,11 @@ def _wanted(default: Default, value: object) -> str | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if kind is int:
         return None if is_number and isinstance(value, int) and value >= 1 else "a whole number from 1 on"
-    return None if is_number and isinstance(value, int | float) and value >= 0 else "a number from 0 on"
+    if is_memory := isinstance(default, float) and _LEAST_MEMORY <= default < 1:
+        is_number = is_number and isinstance(value, int | float) and value < 1
+    if is_number and isinstance(value, int | float) and value >= 0:
+        return None
+    return "a number of at least 0 and below 1" if is_memory else "a number from 0 on"
 
 
 def _example(default: Default) -> str:

@@ -479,6 +479,8 @@ GOOD = "model: preset:tiny-qwen3\ndata: {train: preset:skills#20}\n"
     [
         ("{optim: muon, optim_args: {momentun: 0.9}}", "full", "train.optim_args.momentun"),
         ("{optim: galore_adamw, optim_args: 'rank=0'}", "full", "train.optim_args.rank"),
+        ("{optim: rmsprop, optim_args: {alpha: 2.0}}", "full", "train.optim_args.alpha"),
+        ("{optim: ademamix, optim_args: {beta3: 1.5}}", "full", "train.optim_args.beta3"),
         ("{optim: galore_adamw, optim_args: {proj_type: up}}", "full", "train.optim_args.proj_type"),
         ("{optim: adamw_torch, optim_args: {rank: 8}}", "full", "train.optim_args.rank"),
         ("{optim: muon, optim_args: {nesterov: 1}}", "full", "train.optim_args.nesterov"),
