@@ -21,7 +21,6 @@ from rich.text import Text
 
 from luthier import __version__, library
 from luthier.cli.output import ConfigFile, JsonTarget, Overrides, listening, reporting, tell_preparation
-from luthier.config.machine import usable_cores
 from luthier.terminal import facts_table, stderr_terminal
 from luthier.writing import counted, printable, to_json, write_text
 
@@ -293,6 +292,8 @@ class Environment:
 
 def environment() -> Environment:
     """Look around. Imports torch where it is installed, for only torch knows which GPUs it can use."""
+    from luthier.config.machine import usable_cores
+
     cuda, gpus, note = _gpus()
     return Environment(
         luthier=__version__,
