@@ -138,6 +138,13 @@ def test_what_is_wrong_or_missing_is_told_by_their_key(text: str, key: str) -> N
     assert key in keys_refused(lines + text)
 
 
+@pytest.mark.parametrize(("name", "is_told"), [("zero2", False), ("zero3_offload", True)])
+def test_what_deepspeed_would_move_to_the_cpu_is_told_not_to_be(tmp_path: Path, name: str, is_told: bool) -> None:
+    (tmp_path / "theirs.yaml").write_text(f"{RUN}deepspeed: {name}\n", encoding="utf-8")
+    translation = load_draft(tmp_path / "theirs.yaml", check_paths=False).translation
+    assert translation is not None and any("to the CPU" in told for told in translation.told) is is_told
+
+
 @pytest.mark.parametrize("text", [
     "model: x\ndataset: y\n",  # a slip in a file of ours as likely as one of theirs
     "model: x\ndata: {train: y}\nlora_rank: 5\n",

@@ -350,7 +350,8 @@ def _run(reading: translation.Translator) -> None:
     """Devices, checkpoints, evaluation and trackers."""
     shared = reading.take("deepspeed")
     if isinstance(shared, str) and shared.removesuffix("_offload") in ("zero0", "zero1", "zero2", "zero3"):
-        shared = {"zero_optimization": {"stage": int(shared[4])}}
+        moved = {"offload_optimizer": {"device": "cpu"}} if shared.endswith("_offload") else {}
+        shared = {"zero_optimization": {"stage": int(shared[4]), **moved}}
     if shared:
         translation.share_as_deepspeed(reading, shared)
     if reading.take("fsdp"):
