@@ -364,6 +364,12 @@ def _engine(draft: Draft) -> Iterator[Problem]:
         ),
         (rollout.takes_turns, "rollout.staleness", "conversations are not drawn ahead", "set it to 0"),
         (learned is not Learned.COMPARED, "rollout.staleness", "only rl corrects for it", "set it to 0"),
+        (
+            rollout.dead_groups is DeadGroups.RESAMPLE,
+            "rollout.dead_groups",
+            "other prompts are asked when a step has been judged, which is not ahead of it",
+            "set it to drop",
+        ),
     ):
         if is_wrong:
             yield draft.problem(key, f"{what}, and {cited}", way)
@@ -392,10 +398,14 @@ def _policies(draft: Draft) -> Iterator[Problem]:
     name, source = objective.loss_name, objective.reference.source
     learned = OBJECTIVES[objective.name].learned
     compares = learned is Learned.PAIR or (learned is Learned.COMPARED and LOSSES[name].advantage != "reward")
-    if not compares and config.rollout.dead_groups is DeadGroups.DROP:
+    rollout = config.rollout
+    if rollout.resample_rounds != 3 and rollout.dead_groups is not DeadGroups.RESAMPLE:
+        what = f"only resample asks other prompts, and {draft.cite('rollout.dead_groups')} is {rollout.dead_groups}"
+        yield draft.problem("rollout.resample_rounds", what, "set rollout.dead_groups: resample, or remove it")
+    if not compares and rollout.dead_groups is not DeadGroups.KEEP:
         what = f"the loss {name} does not compare the answers to a prompt with each other"
         yield draft.problem("rollout.dead_groups", what, "set it to keep")
-    if compares and config.rollout.answers < 2:
+    if compares and rollout.answers < 2:
         what = "an answer is better or worse than others to the same prompt, and there are none"
         yield draft.problem("rollout.answers", what, "at least 2; 8 is usual")
     if objective.compares_with_reference and source is ReferenceSource.PRECOMPUTED:

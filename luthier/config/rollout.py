@@ -22,6 +22,7 @@ class DeadGroups(StrEnum):
 
     KEEP = "keep"
     DROP = "drop"
+    RESAMPLE = "resample"
 
 
 class GapAction(StrEnum):
@@ -255,7 +256,11 @@ class RolloutConfig(Section):
     """Answers that are drawn at once, on each process; with an ``engine`` elsewhere, by each server."""
     dead_groups: Annotated[DeadGroups, choices.as_enum(DeadGroups)] = DeadGroups.KEEP
     """Answers to a prompt that all have the same reward teach nothing. ``keep``: they count in what the loss is divided
-    by, as in GRPO; ``drop``: they do not, as in DAPO, whose further prompts for them are not drawn."""
+    by, as in GRPO; ``drop``: they do not; ``resample``: they do not, and another prompt is asked instead, as in DAPO
+    ([rl.md](rl.md#other-prompts-for-those-that-teach-nothing))."""
+    resample_rounds: choices.Size = 3
+    """``dead_groups: resample``: how many times a step asks other prompts. Those that teach nothing after the last time
+    are dropped."""
     min_finished: choices.Proportion = 0.5
     """The run stops where fewer answers of its first step, on all processes, are finished: rewards of cut answers teach
     little."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 from luthier.collation import CollateSettings, MediaInputs
 from luthier.config.choices import Strategy
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned
+from luthier.config.rollout import DeadGroups
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
@@ -56,6 +57,7 @@ from luthier.training.rollouts.early_warnings import EarlyWarnings
 from luthier.training.rollouts.ray_actors import ray_rewards
 from luthier.training.rollouts.reward_models import reward_judges
 from luthier.training.rollouts.sampler_probes import SamplerProbes
+from luthier.training.rollouts.spare_prompts import SparePrompts
 from luthier.training.rollouts.talks import Talks, sampling
 from luthier.training.trainer import Trainer, TrainerParts
 from luthier.writing import counted
@@ -267,8 +269,18 @@ def _rollouts(setup: RunSetup, how: CollateSettings, losses: StepLosses, *, shar
         warnings=EarlyWarnings(judge=judge.judge, tell=hooks.note) if setup.world.is_main and by_reward else None,
         learned=objective.learned,
         delivery=delivery,
+        spare=_spare(setup),
         in_parts=is_sharded(model),
     )
+
+
+def _spare(setup: RunSetup) -> SparePrompts | None:
+    """The prompts that are asked in place of those that teach nothing, in a run that does so."""
+    rollout = setup.config.rollout
+    if rollout.dead_groups is not DeadGroups.RESAMPLE:
+        return None
+    most = rollout.prompts_per_step * rollout.resample_rounds
+    return SparePrompts(schedule=setup.schedule, per_step=most, world=setup.world)
 
 
 def _judge(setup: RunSetup) -> RewardJudge:

@@ -41,6 +41,30 @@ def test_a_plan_says_what_a_step_draws_and_what_its_cache_takes(batch_size: int,
     assert "6 prompts × 4 answers" in captured.get() and "1,200 tokens" in captured.get()
 
 
+def test_a_plan_says_how_many_other_prompts_a_step_may_ask(tmp_path: Path) -> None:
+    found = library.plan(
+        {
+            "model": "preset:tiny-qwen3",
+            "data": {"train": "preset:skills", "max_length": 256, "store": str(tmp_path / "store")},
+            "objective": "rl",
+            "rollout": {
+                "prompts_per_step": 6,
+                "answers": 4,
+                "max_new_tokens": 50,
+                "dead_groups": "resample",
+                "resample_rounds": 2,
+            },
+            "train": {"max_steps": 3, "precision": "fp32"},
+            "output": {"dir": str(tmp_path / "run")},
+        }
+    )
+    assert found.drawing is not None and found.drawing.most_tokens == (6 + 12) * 4 * 50
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(plan_table(found))
+    assert "6 prompts and at most 12 others × 4 answers" in captured.get()
+
+
 def test_other_runs_draw_nothing(tmp_path: Path) -> None:
     found = library.plan(
         {

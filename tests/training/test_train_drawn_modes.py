@@ -211,6 +211,8 @@ def of_ranks(model: Path, teacher: Path) -> dict[str, dict[str, Any]]:
     chosen = objectives(teacher)
     lora = {"objective": {"name": "rl", "loss": "grpo", "kl_weight": 0.1}, "adapter": LORA}
     jobs = {name: {**shared, **chosen[name]} for name in ("rl", "ppo", "online_dpo")} | {"lora": {**shared, **lora}}
+    anew = {**shared["rollout"], "rewards": ["matches:(..)*"], "dead_groups": "resample"}
+    jobs["other prompts"] = {**shared, **chosen["rl"], "rollout": anew}
     in_parts = {"runtime__sharding": "fsdp", "eval__generate_rows": 2, "train__per_device_train_batch_size": 1}
     jobs |= {f"{name} in parts": {**jobs[name], **in_parts} for name in IN_PARTS}
     return jobs | {f"{loss}, {sharding}": uneven(model, loss, sharding) for loss in UNEVEN for sharding in SHARDINGS}
@@ -245,7 +247,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, knows_few: Path, knows_half:
     return folder
 
 
-@pytest.mark.parametrize("name", ["rl", "ppo", "online_dpo", "lora", *(f"{name} in parts" for name in IN_PARTS)])
+@pytest.mark.parametrize(
+    "name", ["rl", "ppo", "online_dpo", "lora", "other prompts", *(f"{name} in parts" for name in IN_PARTS)]
+)
 def test_two_ranks_draw_and_learn_what_one_process_does(
     name: str, ranks: Path, knows_few: Path, knows_half: Path, train: Train
 ) -> None:
@@ -259,7 +263,8 @@ def test_two_ranks_draw_and_learn_what_one_process_does(
     assert ("sharded over 2 ranks" in (ranks / f"{name}.notes").read_text()) == name.endswith("in parts")
     assert [round_.metrics for round_ in two.generations] == [round_.metrics for round_ in one.generations]
     drawn = [[sorted((a["row"], a["sample"], a["ids"]) for a in step) for step in _by_step(r.path)] for r in (one, two)]
-    assert drawn[0] == drawn[1]
+    assert drawn[0] == drawn[1] and two.answers == one.answers
+    assert name != "other prompts" or any(step.measures["asked_anew"] for step in one.steps)
     assert losses(two) == pytest.approx(losses(one), rel=1e-3, abs=1e-5)
     norms = [[step.grad_norm for step in run.steps] for run in (one, two)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)

@@ -143,12 +143,19 @@ def test_rewards_of_chance_teach_nothing(knows_few: Path, train: Train, monkeypa
     assert abs(np.mean(told[-3:]) - np.mean(told[:3])) < 0.1
 
 
-@pytest.mark.parametrize(("updates", "loss"), [(1, "dapo"), (4, "dapo"), (4, "ppo")])
+EVEN_LENGTH = "matches:(..)*"  # a reward of 0 or 1, which all answers to a prompt often share
+ASKS_ANEW = {"rewards": [EVEN_LENGTH], "dead_groups": "resample"}
+
+
+@pytest.mark.parametrize(
+    ("updates", "loss", "more"),
+    [(1, "dapo", {}), (4, "dapo", {}), (4, "ppo", {}), (1, "dapo", ASKS_ANEW), (4, "dapo", ASKS_ANEW)],
+)
 def test_a_run_that_goes_on_draws_and_learns_what_it_would_have(
-    updates: int, loss: str, tmp_path: Path, tokenizer: Tokenizer
+    updates: int, loss: str, more: dict[str, Any], tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     data = make_data(make_segments(12))
-    own = {**RL, "rollout": {**RL["rollout"], "updates": updates}, "objective": {"name": "rl", "loss": loss}}
+    own = {**RL, "rollout": {**RL["rollout"], "updates": updates, **more}, "objective": {"name": "rl", "loss": loss}}
 
     def run(folder: str, **changes: Any) -> RunResult:
         saving = {"output__save_strategy": "steps", "output__save_steps": 2}
@@ -167,7 +174,8 @@ def test_a_run_that_goes_on_draws_and_learns_what_it_would_have(
     assert losses(again)[-3:] == losses(whole)[-3:]
     assert rollouts(tmp_path / "parts") == rollouts(tmp_path / "whole")
     lines = Counter(line["fate"] for step in rollouts(tmp_path / "whole") for line in step)
-    assert again.answers == whole.answers and whole.answers["sampled"] == 5 * 4 * 3 == lines.total()
+    assert again.answers == whole.answers and whole.answers["sampled"] == lines.total()
+    assert lines.total() > 5 * 4 * 3 if more else lines.total() == 5 * 4 * 3
     assert (whole.answers["trained"], whole.answers["no_signal"]) == (lines["trained"], lines["no signal"])
     weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts")]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
@@ -371,6 +379,45 @@ def test_groups_whose_answers_are_all_alike_are_kept_or_dropped(
         assert step.measures["answer_tokens"] == pytest.approx(np.mean([len(answer["ids"]) for answer in answers]))
 
 
+def test_other_prompts_are_asked_for_those_that_teach_nothing(knows_few: Path, train: Train) -> None:
+    """As many as there were, each row once in a step, and again for those of them that teach nothing either. The loss
+    is divided by what teaches something."""
+    rollout = {**ROLLOUT, "answers": 2, "rewards": [EVEN_LENGTH], "dead_groups": "resample", "resample_rounds": 2}
+    changes = {**RL, "model": {"name_or_path": str(knows_few)}, "train__learning_rate": 1e-12, "train__max_steps": 5}
+    run = train(make_data(make_segments(40)), **{**changes, "rollout": rollout})
+    drop = train(make_data(make_segments(40)), folder="drop", **{**changes, "rollout": {**rollout, **DROPS}})
+    sizes = []
+    for step, answers, others in zip(
+        run.steps, *(rollouts(Path(each.output_dir)) for each in (run, drop)), strict=True
+    ):
+        assert answers[: len(others)] == others, "the first round is that of a run that only drops"
+        groups = [answers[place : place + 2] for place in range(0, len(answers), 2)]
+        assert all(one["row"] == other["row"] for one, other in groups)
+        assert len({one["row"] for one, _ in groups}) == len(groups)
+        is_dead = [one["reward"] == other["reward"] for one, other in groups]
+        assert [group[0]["fate"] == "no signal" for group in groups] == is_dead
+        first, second = sum(is_dead[:4]), sum(is_dead[4 : 4 + sum(is_dead[:4])])
+        assert len(groups) == 4 + first + second and step.measures["asked_anew"] == first + second
+        assert step.target_tokens == sum(len(one["ids"]) for one in answers if one["fate"] == "trained")
+        sizes.append((first, second))
+    assert any(second for _, second in sizes) and len(set(sizes)) > 1, sizes
+    assert run.answers["sampled"] == run.answers["trained"] + run.answers["no_signal"] > drop.answers["sampled"]
+    assert run.answers["trained"] > 1.2 * drop.answers["trained"]
+
+
+DROPS: dict[str, Any] = {"dead_groups": "drop", "resample_rounds": 3}
+
+
+def test_asking_other_prompts_ends_where_no_row_is_left(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METRICS._rows, "same", Metric(of_row=lambda *_: 1.0))
+    rollout = {**ROLLOUT, "rewards": ["same"], "dead_groups": "resample", "resample_rounds": 9}
+    run = train(make_data(make_segments(10)), **{**RL, "rollout": rollout, "train__max_steps": 2})
+    for step, answers in zip(run.steps, rollouts(Path(run.output_dir)), strict=True):
+        assert len({answer["row"] for answer in answers}) == 10 and len(answers) == 30
+        assert step.measures["asked_anew"] == 6 and step.target_tokens == 0
+    assert run.answers == {**run.answers, "sampled": 60, "trained": 0, "no_signal": 60}
+
+
 # ------------------------------------------------------------------------------------------------------- descriptions
 
 
@@ -385,6 +432,7 @@ WRONG = {
     "rollout.rewards=[exact, exact]": "rollout.rewards[1].name",
     "rollout.rewards=[exact, {metric: json, name: exact}]": "rollout.rewards[1].name",
     "rollout.answers=1": "rollout.answers",
+    "rollout.resample_rounds=5": "rollout.resample_rounds",
     "train.gradient_accumulation_steps=2": "train.gradient_accumulation_steps",
     "train.tokens_per_step=100": "train.tokens_per_step",
     "train.optim=lomo": "train.optim",
@@ -404,9 +452,10 @@ def test_a_loss_that_compares_no_answers_takes_one_and_drops_none(tmp_path: Path
         "model: preset:tiny-qwen3\ndata: {train: preset:skills}\nobjective: {name: rl, loss: reinforce_pp}\n"
     )
     assert load_draft(path, ["rollout.answers=1"]).config.rollout.answers == 1
-    with pytest.raises(ConfigError) as caught:
-        load_draft(path, ["rollout.dead_groups=drop"])
-    assert [problem.key for problem in caught.value.problems] == ["rollout.dead_groups"]
+    for dead in ("drop", "resample"):
+        with pytest.raises(ConfigError) as caught:
+            load_draft(path, [f"rollout.dead_groups={dead}"])
+        assert [problem.key for problem in caught.value.problems] == ["rollout.dead_groups"]
 
 
 @pytest.mark.parametrize("override", WRONG)

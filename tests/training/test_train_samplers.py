@@ -219,6 +219,7 @@ def test_a_sampler_one_update_behind_is_exactly_that_also_after_a_kill(
 WRONG = {
     "rollout={staleness: 1}": {"rollout.engine", "rollout.correction"},
     "rollout={staleness: 1, correction: truncate, engine: 'http://a', updates: 2}": {"rollout.updates"},
+    "rollout={staleness: 1, correction: truncate, engine: 'http://a', dead_groups: resample}": {"rollout.dead_groups"},
     "rollout={engine: 'ftp://a'}": {"rollout.engine.url[0]"},
     "rollout={engine: {url: ['http://a', 'http://a']}}": {"rollout.engine.url[1]"},
     "rollout={engine: {url: 'http://a', token_env: T}}": {"rollout.engine.url[0]"},

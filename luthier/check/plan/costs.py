@@ -14,6 +14,7 @@ from luthier.check.plan.memory import computes_in_16_bits
 from luthier.check.plan.work import shape_of_run
 from luthier.config.choices import Overflow, Packing
 from luthier.config.objective import OBJECTIVES
+from luthier.config.rollout import DeadGroups
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
 from luthier.loader.numbered_rows import RowTable
@@ -404,6 +405,7 @@ class DrawingPlan:
     """On all ``num_ranks`` devices together, where nothing else is said.
 
     prompts, answers  of a step, and of each prompt
+    asked_anew        prompts that a step asks in place of others, at most
     most_tokens       that are drawn, if no answer ends before ``rollout.max_new_tokens``
     longest_prompt    tokens of the longest prompt
     micro_batches     of a step on each device, at most
@@ -412,6 +414,7 @@ class DrawingPlan:
 
     prompts: int
     answers: int
+    asked_anew: int
     most_tokens: int
     longest_prompt: int
     micro_batches: int
@@ -434,6 +437,7 @@ def drawing_of(loaded: Loaded, *, num_ranks: int, device: str | None) -> Drawing
         shape = None
     rollout, table = config.rollout, index.table()
     prompts, longest = rollout.prompts_per_step, int((table.lengths - table.num_targets).max())
+    anew = prompts * rollout.resample_rounds if rollout.dead_groups is DeadGroups.RESAMPLE else 0
     of_device, cache = -(-prompts // num_ranks), None
     if shape is not None:
         length = longest + rollout.max_new_tokens
@@ -443,7 +447,8 @@ def drawing_of(loaded: Loaded, *, num_ranks: int, device: str | None) -> Drawing
     return DrawingPlan(
         prompts=prompts,
         answers=rollout.answers,
-        most_tokens=prompts * rollout.answers * rollout.max_new_tokens,
+        asked_anew=anew,
+        most_tokens=(prompts + anew) * rollout.answers * rollout.max_new_tokens,
         longest_prompt=longest,
         micro_batches=-(-of_device // config.train.per_device_train_batch_size),
         cache_bytes=cache,

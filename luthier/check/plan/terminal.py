@@ -181,8 +181,9 @@ def _steps(plan: RunPlan) -> Table:
 
 def _drawn(drawing: DrawingPlan) -> str:
     """``16 prompts × 8 answers, at most 5,120 tokens …``"""
+    anew = f" and at most {counted(drawing.asked_anew, 'other')}" if drawing.asked_anew else ""
     parts = [
-        f"{counted(drawing.prompts, 'prompt')} × {counted(drawing.answers, 'answer')}",
+        f"{counted(drawing.prompts, 'prompt')}{anew} × {counted(drawing.answers, 'answer')}",
         f"at most {counted(drawing.most_tokens, 'token')}, behind prompts of at most {drawing.longest_prompt:,}",
         f"learned from in at most {counted(drawing.micro_batches, 'micro-batch', 'micro-batches')}",
     ]

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from luthier.collation import CollateSettings, MediaInputs, batch_of_packs
 from luthier.config.objective import LOSSES, ObjectiveConfig
-from luthier.config.rollout import RolloutConfig
+from luthier.config.rollout import DeadGroups, RolloutConfig
 from luthier.config.schema import RunConfig
 from luthier.models.isolation import TOKENS_TRIED, ChosenIsolation
 from luthier.models.model import LoadedModel
@@ -36,7 +36,7 @@ from luthier.objectives.token_scores import TokenScores
 from luthier.packing.settings import Segments
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch, DrawnInStep, Pack
-from luthier.training.report.result import ACCURACIES, DRAWING, FINISHED, LENGTH, REWARD, REWARDS
+from luthier.training.report.result import ACCURACIES, ASKED_ANEW, DRAWING, FINISHED, LENGTH, REWARD, REWARDS
 from luthier.training.streams import EvalStream
 from luthier.writing import counted
 
@@ -139,7 +139,9 @@ def names_of_drawing(rollout: RolloutConfig) -> tuple[str, ...]:
     """Measures of all answers that were drawn for a step. Where there is one reward, it is `REWARD` but for its
     weight."""
     rewards = (f"{REWARD}/{reward.label}" for reward in rollout.rewards)
-    return (REWARD, *rewards, FINISHED, LENGTH, *(DRAWING if rollout.engine.is_elsewhere else ()))
+    drawing = DRAWING if rollout.engine.is_elsewhere else ()
+    anew = (ASKED_ANEW,) if rollout.dead_groups is DeadGroups.RESAMPLE else ()
+    return (REWARD, *rewards, FINISHED, LENGTH, *drawing, *anew)
 
 
 def measures_of_drawing(drawn: DrawnInStep | None, rollout: RolloutConfig, device: torch.device) -> Measures:

@@ -26,6 +26,7 @@ ENTROPY = "entropy"
 REWARDS = ("rewards/chosen", "rewards/rejected")
 # Of answers that the run drew: all of them, and how samplers elsewhere drew them.
 REWARD, FINISHED, LENGTH = "reward", "finished", "answer_tokens"
+ASKED_ANEW = "asked_anew"  # prompts of a step that were asked in place of others
 DRAWING = ("versions_behind", "seconds_sample", "seconds_deliver", "seconds_wait")
 NO_REWARD = 1e-4  # a model's rewards under itself as the reference differ from 0 by rounding alone
 

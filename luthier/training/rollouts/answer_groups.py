@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from luthier.collation import CollateSettings, MediaInputs, batch_of_packs, blank_grid, collate_trees, to_batch
 from luthier.config.objective import Learned
+from luthier.engines.engine import Completion, Finish
 from luthier.errors import TrainingError, UserError
 from luthier.objectives.policy_losses import Advantage, advantages
-from luthier.records import Batch, Pack, PolicyTargets, Unit
+from luthier.records import Batch, DrawnInStep, Pack, PolicyTargets, Segment, Unit
 from luthier.rewards.judging import DrawnAnswer, Judged
 from luthier.sources.formats.turns import message_row
 from luthier.training.generate import Question
-from luthier.training.rollouts.trajectories import AnswerTree, Trajectory, answer_tree
+from luthier.training.rollouts.trajectories import AnswerTree, ModelCall, Trajectory, answer_tree
 from luthier.writing import JsonObject, write_text
 
 
@@ -53,6 +54,35 @@ class AnswerGroup:
             advantages_G=self.advantages_G[chosen],
             tree=answer_tree(self.question.prompt, answers, self.question.address),
         )
+
+
+def group_of_row(question: Question, segment: Segment, step: int, *, num_rewards: int) -> AnswerGroup:
+    """The row's own answer, with its stop token. Nobody drew it: it has no reward, and no probability."""
+    start = len(question.prompt)
+    ids = segment.input_ids[start : start + len(question.answer) + 1]
+    unknown = np.full(len(ids), np.nan, dtype=np.float32)
+    answer = Completion(key=-1, sample=0, ids=ids, logprobs=unknown, finish=Finish.STOP)
+    call = ModelCall(prompt=question.prompt, completion=answer, version=step, media=question.media)
+    answers = [Trajectory(calls=(call,))]
+    return AnswerGroup(
+        question=question,
+        answers=answers,
+        rewards_G=np.full(1, np.nan),
+        values_GF=np.full((1, num_rewards), np.nan),
+        advantages_G=np.full(1, np.nan),
+        tree=answer_tree(question.prompt, answers, question.address),
+    )
+
+
+def facts_of(groups: Sequence[AnswerGroup], num_rewards: int) -> DrawnInStep:
+    """What the first micro-batch of a step tells of all answers that were drawn for it."""
+    answers = [answer for group in groups for answer in group.answers]
+    return DrawnInStep(
+        rewards_N=torch.from_numpy(np.concatenate([np.zeros(0), *(one.rewards_G for one in groups)])),
+        values_NF=torch.from_numpy(np.concatenate([np.zeros((0, num_rewards)), *(one.values_GF for one in groups)])),
+        finished_N=torch.tensor([answer.finished for answer in answers], dtype=torch.bool),
+        lengths_N=torch.tensor([len(answer.ids) for answer in answers], dtype=torch.int64),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

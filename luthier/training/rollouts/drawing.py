@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -23,16 +23,16 @@ from numpy.typing import NDArray
 from luthier.config.objective import Learned
 from luthier.config.rollout import DeadGroups, RolloutConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion, Engine, Finish
+from luthier.engines.engine import Completion, Engine
 from luthier.errors import CheckpointError, SamplerLost, TrainingError
 from luthier.loader.reader import PlannedMicroBatch
 from luthier.objectives.policy_losses import Advantage, advantages
-from luthier.records import Batch, DrawnInStep, Segment
+from luthier.records import Batch, Ints, Segment
 from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
 from luthier.sources.formats.turns import message_row
 from luthier.training.generate import Question, question_of, shown
 from luthier.training.ranks import most_over_ranks, summed_over_ranks
-from luthier.training.report.result import DRAWING
+from luthier.training.report.result import ASKED_ANEW, DRAWING
 from luthier.training.rollouts.ahead import (
     DrawingAhead,
     DrawingNotes,
@@ -48,7 +48,9 @@ from luthier.training.rollouts.answer_groups import (
     AnswerLayout,
     answers_file,
     collated,
+    facts_of,
     fates,
+    group_of_row,
     micro_batches,
     remove_other_ranks,
     write_answers,
@@ -57,6 +59,7 @@ from luthier.training.rollouts.answer_groups import (
 from luthier.training.rollouts.delivery import Delivery, Snapshot, on_all_ranks
 from luthier.training.rollouts.early_warnings import EarlyWarnings, StepAnswers
 from luthier.training.rollouts.sampler_probes import SamplerProbes
+from luthier.training.rollouts.spare_prompts import SparePrompts
 from luthier.training.rollouts.talks import NoteCount, Talks, draw_number, sampling
 from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree
 from luthier.training.streams import ReadsPacks, World
@@ -64,6 +67,28 @@ from luthier.writing import counted
 
 SLOTS = "answers with a token that stands for an image, a video or audio are not learned from"
 NO_QUESTION = "rows are not asked that have no prompt, or whose answer was cut before its stop token"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _AskedInStep:
+    """All that a step has asked, in the order of its questions. ``groups`` has the number of each answer's question,
+    ``refused`` says why a question was not answered."""
+
+    questions: list[Question] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    answers: list[Trajectory] = field(default_factory=list)
+    texts: list[DrawnAnswer] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+    rounds: list[Judged] = field(default_factory=list)
+
+    def judged(self) -> Judged:
+        """The rewards of all answers."""
+        return Judged(
+            total_N=np.concatenate([each.total_N for each in self.rounds]),
+            values_NF=np.concatenate([each.values_NF for each in self.rounds]),
+            missing=sum((each.missing for each in self.rounds), Counter()),
+            reasons_N=[reason for each in self.rounds for reason in each.reasons_N],
+        )
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -90,6 +115,7 @@ class Rollouts:
     kept: Kept = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)  # why, by the number of the question, in the last step
     delivery: Delivery | None = None  # where something else draws than the model in this process
+    spare: SparePrompts | None = None  # where other prompts are asked for those that teach nothing
     in_parts: bool = False  # whether ranks share the weights of the model, so that they make as many passes
     _ahead: DrawingAhead | None = None
     _read_ahead: dict[int, list[tuple[Question, Segment]]] = field(default_factory=dict)
@@ -103,14 +129,17 @@ class Rollouts:
             own == 1 or not len(question.answer) or draw_number(step, question.address, "own") < own * 2**64
             for question, _ in asked
         ]
-        drawn = list(self._groups([question for (question, _), ours in zip(asked, is_own, strict=True) if ours], step))
+        drawn = self._groups(
+            [question for (question, _), ours in zip(asked, is_own, strict=True) if ours], step, reader
+        )
         if self.probes is not None:
             self.probes.drawn(drawn)
-        facts, waiting = _facts(drawn, len(self.judge.rewards)), iter(drawn)
+        facts, waiting = facts_of(drawn, len(self.judge.rewards)), iter(drawn)
         groups = [
-            next(waiting) if ours else _of_row(question, segment, step, num_rewards=len(self.judge.rewards))
+            next(waiting) if ours else group_of_row(question, segment, step, num_rewards=len(self.judge.rewards))
             for (question, segment), ours in zip(asked, is_own, strict=True)
         ]
+        groups += waiting  # of prompts that are asked in place of others
         first, *others = self._laid_out(groups, step)
         if self.in_parts:
             most = most_over_ranks(len(others), self.world)
@@ -133,9 +162,8 @@ class Rollouts:
         return self._asked([segment for pack in packs for segment in pack.segments])
 
     def _laid_out(self, groups: Sequence[AnswerGroup], step: int) -> list[Batch]:
-        config = self.config
         chosen = [self._choice.of(group) for group in groups]
-        kept = [group for group in chosen if config.dead_groups is DeadGroups.KEEP or not group.is_dead]
+        kept = [group for group in chosen if self.config.dead_groups is DeadGroups.KEEP or not group.is_dead]
         learned = list(micro_batches([group for group in kept if len(group.answers)], self.layout))
         found = [self._scored(rows, collated(rows, self.layout, age=step % self.updates), step) for rows in learned]
         return found or [self.layout.blank()]
@@ -174,6 +202,11 @@ class Rollouts:
         return asked
 
     @property
+    def most_rounds(self) -> int:
+        """How often a step asks other prompts for those that teach nothing."""
+        return 0 if self.spare is None else self.config.resample_rounds
+
+    @property
     def updates(self) -> int:
         return self.config.updates
 
@@ -189,7 +222,9 @@ class Rollouts:
     def save(self, folder: Path, step: int) -> None:
         """See `DrawsAnswers`. Waits for the answers that are being drawn: their weights will be gone."""
         for other in [] if self._ahead is None else self._ahead.finished():
-            self.kept[other] = self._judged([question for question, _ in self._read_ahead[other]], other)
+            told = _AskedInStep()
+            self.kept[other] = self._judged([question for question, _ in self._read_ahead[other]], other, told)
+            self._conclude(told, other)
         waiting = {other: answers for other, answers in self.kept.items() if other >= step}
         if waiting:
             write_kept(folder, self.world.rank, waiting, updates=self.updates)
@@ -203,64 +238,96 @@ class Rollouts:
                 hint="set rollout.updates as it was, or begin anew with output.overwrite: true",
             )
 
-    def _groups(self, questions: Sequence[Question], step: int) -> Iterator[AnswerGroup]:
-        if step not in self.kept:
+    def _groups(self, questions: Sequence[Question], step: int, reader: ReadsPacks) -> list[AnswerGroup]:
+        """Of these questions, and of those that are asked in place of them where they teach nothing."""
+        kept, told, asked_anew = self.kept.get(step), _AskedInStep(), 0
+        found: dict[str, list[KeptAnswer]] = {}
+        groups: list[AnswerGroup] = []
+        for left in reversed(range(1 + self.most_rounds)):
+            answers = self._judged(questions, step, told) if kept is None else kept
+            of_round = [self._group(question, answers[_name(question)]) for question in questions]
+            found |= answers
+            groups += of_round
+            if self.spare is None or not left or not len(others := self._spare_for(of_round, step, asked_anew)):
+                break
+            questions = [question for question, _ in self._read(reader, [self.spare.share(step, others)])]
+            asked_anew += len(others)
+        if kept is None:
+            self._conclude(told, step)
             first = step - step % self.updates
-            self.kept = {other: answers for other, answers in self.kept.items() if other >= first}
-            self.kept[step] = self._judged(questions, step)
-        kept = self.kept[step]
-        for question in questions:
-            ours = [one for one in kept[_name(question)] if self._is_learned(one.reward)]
-            rewards_G = np.array([one.reward for one in ours])
-            answers = [one.answer.seeing(question.media) for one in ours]
-            yield AnswerGroup(
-                question=question,
-                answers=answers,
-                rewards_G=rewards_G,
-                values_GF=np.array([one.values_F for one in ours]).reshape(len(ours), len(self.judge.labels)),
-                advantages_G=advantages(rewards_G, self.advantage),
-                tree=answer_tree(question.prompt, answers, question.address),
-            )
+            self.kept = {other: answers for other, answers in self.kept.items() if other >= first} | {step: found}
+        if self.spare is not None:
+            self._of_step.setdefault(step, {})[ASKED_ANEW] = float(asked_anew)
+        return groups
 
-    def _judged(self, questions: Sequence[Question], step: int) -> dict[str, list[KeptAnswer]]:
-        """The answers by the name of their question."""
+    def _spare_for(self, groups: Sequence[AnswerGroup], step: int, asked_anew: int) -> Ints:
+        """Segments that all ranks ask in place of groups that teach nothing, behind those asked before."""
+        assert self.spare is not None
+        dead = sum(self._choice.of(group).is_dead for group in groups)
+        return self.spare.segments(step, asked_anew, asked_anew + int(summed_over_ranks([dead], self.world)[0]))
+
+    def _group(self, question: Question, answers: Sequence[KeptAnswer]) -> AnswerGroup:
+        ours = [one for one in answers if self._is_learned(one.reward)]
+        rewards_G = np.array([one.reward for one in ours])
+        drawn = [one.answer.seeing(question.media) for one in ours]
+        return AnswerGroup(
+            question=question,
+            answers=drawn,
+            rewards_G=rewards_G,
+            values_GF=np.array([one.values_F for one in ours]).reshape(len(ours), len(self.judge.labels)),
+            advantages_G=advantages(rewards_G, self.advantage),
+            tree=answer_tree(question.prompt, drawn, question.address),
+        )
+
+    def _judged(self, questions: Sequence[Question], step: int, told: _AskedInStep) -> dict[str, list[KeptAnswer]]:
+        """The answers by the name of their question; they are added to what the step has asked."""
         drawn = self._drawn_for(questions, step)
         if self.probes is not None:
             self.probes.check(drawn.values())
         places = sorted(drawn)
-        asked = [self.asked_text(key, question) for key, question in enumerate(questions)]
+        asked = [self.asked_text(key, question) for key, question in enumerate(questions, len(told.questions))]
         texts = [self._with_answer(asked[key], drawn[key, sample]) for key, sample in places]
         judged = on_all_ranks(lambda: self.judge.judge(texts), self.world)
         self._count(judged)
-        groups_N = np.array([key for key, _ in places], dtype=np.int64)
+        first = len(told.questions)
+        told.questions += questions
+        told.groups += [first + key for key, _ in places]
+        told.answers += [drawn[place] for place in places]
+        told.texts += texts
+        told.refused |= {first + key: why for key, why in self.refused.items()}
+        told.rounds.append(judged)
+        found: dict[str, list[KeptAnswer]] = {_name(question): [] for question in questions}
+        for place, total, values_F in zip(places, judged.total_N, judged.values_NF, strict=True):
+            answer = KeptAnswer(answer=drawn[place], reward=float(total), values_F=values_F.tolist())
+            found[_name(questions[place[0]])].append(answer)
+        return found
+
+    def _conclude(self, told: _AskedInStep, step: int) -> None:
+        """Write down and look at all answers of a step."""
+        judged, groups_N = told.judged(), np.array(told.groups, dtype=np.int64)
         fates_N = self._fates(groups_N, judged)
-        self._write_counts(step, questions, groups_N, fates_N)
+        self._write_counts(step, told, groups_N, fates_N)
         write_answers(
             answers_file(self.folder, step, self.world.rank),
-            [questions[key] for key, _ in places],
-            [drawn[place] for place in places],
-            texts,
+            [told.questions[key] for key in told.groups],
+            told.answers,
+            told.texts,
             judged,
             self.judge.labels,
             self._advantages(groups_N, judged.total_N),
             fates_N,
         )
-        self._check_finished(step, [drawn[place] for place in places])
+        self._check_finished(step, told.answers)
         if self.warnings is not None:
             self.warnings.step(
                 StepAnswers(
-                    texts=texts,
+                    texts=told.texts,
                     groups_N=groups_N,
-                    lengths_N=np.array([len(drawn[place].ids) for place in places], dtype=np.int64),
-                    logps_N=np.array([drawn[place].logprobs.sum() for place in places], dtype=np.float64),
+                    lengths_N=np.array([len(answer.ids) for answer in told.answers], dtype=np.int64),
+                    logps_N=np.array([answer.logprobs.sum() for answer in told.answers], dtype=np.float64),
                     judged=judged,
                 )
             )
-        found: dict[str, dict[int, KeptAnswer]] = {_name(question): {} for question in questions}
-        for place, total, values_F in zip(places, judged.total_N, judged.values_NF, strict=True):
-            answer = KeptAnswer(answer=drawn[place], reward=float(total), values_F=values_F.tolist())
-            found[_name(questions[place[0]])][place[1]] = answer
-        return {name: list(answers.values()) for name, answers in found.items()}
 
     def _advantages(self, groups_N: NDArray[np.int64], total_N: NDArray[np.float64]) -> NDArray[np.float64]:
         found_N = np.full(len(total_N), np.nan)
@@ -284,14 +351,12 @@ class Rollouts:
                 found[place] = fate
         return found
 
-    def _write_counts(
-        self, step: int, questions: Sequence[Question], groups_N: NDArray[np.int64], fates_N: Sequence[str]
-    ) -> None:
+    def _write_counts(self, step: int, told: _AskedInStep, groups_N: NDArray[np.int64], fates_N: Sequence[str]) -> None:
         """What becomes of all answers that the step asks for; those that were not drawn are dropped."""
         counts = Counter(map(str, fates_N))
-        drawn_Q = np.bincount(groups_N, minlength=len(questions))
+        drawn_Q = np.bincount(groups_N, minlength=len(told.questions))
         for key, count in enumerate(drawn_Q.tolist()):
-            counts[f"not answered: {self.refused.get(key, 'it was not begun')}"] += self.config.answers - count
+            counts[f"not answered: {told.refused.get(key, 'it was not begun')}"] += self.config.answers - count
         if self.world.is_main:
             remove_other_ranks(self.folder, step, self.world.size)
         write_counts(answers_file(self.folder, step, self.world.rank), +counts)
@@ -313,8 +378,10 @@ class Rollouts:
         for what, count in found.notes:
             self._note(what, count)
         waited = time.perf_counter() - begun
-        values = (step - found.version, *found.seconds, waited)
-        self._of_step[step] = dict(zip(DRAWING, map(float, values), strict=True))
+        of_step = self._of_step.setdefault(step, {})
+        for name, seconds in zip(DRAWING[1:], (*found.seconds, waited), strict=True):
+            of_step[name] = of_step.get(name, 0.0) + seconds
+        of_step[DRAWING[0]] = float(step - found.version)
         return found.answers
 
     def _brought_and_drawn(self, questions: Sequence[Question], step: int, snapshot: Snapshot) -> DrawnStep:
@@ -428,31 +495,3 @@ def _noted(notes: DrawingNotes, what: str, count: int) -> None:
 def _name(question: Question) -> str:
     """The row and the prompt, of which a row with several turns has several."""
     return f"{question.address} {blake2b(question.prompt.tobytes(), digest_size=8).hexdigest()}"
-
-
-def _of_row(question: Question, segment: Segment, step: int, *, num_rewards: int) -> AnswerGroup:
-    """The row's own answer, with its stop token. Nobody drew it: it has no reward, and no probability."""
-    start = len(question.prompt)
-    ids = segment.input_ids[start : start + len(question.answer) + 1]
-    unknown = np.full(len(ids), np.nan, dtype=np.float32)
-    answer = Completion(key=-1, sample=0, ids=ids, logprobs=unknown, finish=Finish.STOP)
-    call = ModelCall(prompt=question.prompt, completion=answer, version=step, media=question.media)
-    answers = [Trajectory(calls=(call,))]
-    return AnswerGroup(
-        question=question,
-        answers=answers,
-        rewards_G=np.full(1, np.nan),
-        values_GF=np.full((1, num_rewards), np.nan),
-        advantages_G=np.full(1, np.nan),
-        tree=answer_tree(question.prompt, answers, question.address),
-    )
-
-
-def _facts(groups: Sequence[AnswerGroup], num_rewards: int) -> DrawnInStep:
-    answers = [answer for group in groups for answer in group.answers]
-    return DrawnInStep(
-        rewards_N=torch.from_numpy(np.concatenate([np.zeros(0), *(one.rewards_G for one in groups)])),
-        values_NF=torch.from_numpy(np.concatenate([np.zeros((0, num_rewards)), *(one.values_GF for one in groups)])),
-        finished_N=torch.tensor([answer.finished for answer in answers], dtype=torch.bool),
-        lengths_N=torch.tensor([len(answer.ids) for answer in answers], dtype=torch.int64),
-    )
