@@ -22,7 +22,7 @@ from luthier.engines.engine import Completion, Ids, NewTokens, OnTokens, Refusal
 from luthier.engines.joined import rows_can_join
 from luthier.engines.next_tokens import Follower
 from luthier.models.sharding import uncompiled
-from luthier.models.submodules import plain_model
+from luthier.models.submodules import evaluating, plain_model
 from luthier.records import MediaItem
 
 NO_ADAPTER = "<base>"
@@ -74,8 +74,10 @@ class LocalEngine:
             answering.add(request)
         while answering is not None and answering.busy:
             with self._at_work():
-                while answering.busy and not answering.ended:
+                while answering.busy and len(answering.ended) < self.batch_size:
                     answering.step()
+                    if answering.ended and self._is_wanted():
+                        break
             while answering.ended:
                 ended = answering.ended.popleft()
                 yield ended if isinstance(ended, Refusal) else ended.completion()
@@ -121,16 +123,14 @@ class LocalEngine:
         which transformers follows wherever nothing else is said. Threads get it in the order in which they ask."""
         with self._next:  # held by who is next, so that nobody overtakes
             self._model.acquire()
-        base, training = base_of(self.model), self.model.training
+        base = base_of(self.model)
         own = base.generation_config
         try:
             base.generation_config = GenerationConfig()
-            self.model.eval()
-            with uncompiled(self.model), torch.no_grad(), self._with_adapter():
+            with evaluating(self.model), uncompiled(self.model), torch.no_grad(), self._with_adapter():
                 yield
         finally:
             base.generation_config = own
-            self.model.train(training)
             self._model.release()
 
     @contextmanager

@@ -23,7 +23,7 @@ from luthier.models.adapter_files import continue_adapter, quiet_peft
 from luthier.models.model import REWARD_HEAD
 from luthier.models.quantized import num_packed, num_weights, packed_layers
 from luthier.models.routers import router_names
-from luthier.models.submodules import ModelParts, find_parts, plain_model
+from luthier.models.submodules import ModelParts, evaluating, find_parts, plain_model
 from luthier.writing import counted
 
 _ALWAYS_TOLD = ("r", "lora_alpha")
@@ -269,11 +269,9 @@ def _first_logits(model: PreTrainedModel) -> torch.Tensor | None:
     """What the model makes of a few tokens; None without weights."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
-    training = model.training
     ids = torch.arange(8, device=model.device)[None]
-    with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=ids).logits
-    model.train(training)
+    with evaluating(model), torch.no_grad():
+        found: torch.Tensor = model(input_ids=ids).logits
     return found
 
 

@@ -22,7 +22,7 @@ from luthier.models.attention import PLAN, SEGMENTS, BlockReach, plan_attention,
 from luthier.models.attention_inputs import Isolation, Windows, attention_inputs, layer_windows
 from luthier.models.encoders import with_encoder_outputs
 from luthier.models.mixers import part_mixers
-from luthier.models.submodules import MediaNeeds, plain_model, set_text_attention, text_attention
+from luthier.models.submodules import MediaNeeds, evaluating, plain_model, set_text_attention, text_attention
 from luthier.packing.settings import Segments
 from luthier.records import Batch, Branch, Pack, Sample, Segment
 
@@ -226,13 +226,8 @@ class Trial:
         return replace(batch, model_inputs=inputs)
 
     def _quietly(self, ask: Callable[[], Result]) -> Result:
-        training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                return ask()
-        finally:
-            self.model.train(training)
+        with evaluating(self.model), torch.no_grad():
+            return ask()
 
 
 def _moved(one: torch.Tensor, other: torch.Tensor) -> str | None:

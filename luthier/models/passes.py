@@ -29,7 +29,7 @@ from luthier.models.isolation import ChosenIsolation
 from luthier.models.model import REWARD_HEAD
 from luthier.models.routers import Routers
 from luthier.models.sharding import local_copy, replicate
-from luthier.models.submodules import plain_model
+from luthier.models.submodules import evaluating, plain_model
 from luthier.objectives.head import AnyHead, Head, LossKernel, tempered
 from luthier.objectives.token_scores import TokenScores, token_scores
 from luthier.records import Batch, Targets
@@ -107,13 +107,8 @@ def prove_head(model: nn.Module, head: OutputHead, inputs: Mapping[str, object])
     ``inputs`` are those of one small batch. Where the two differ, or the layer is not called the way a tap needs, the
     answer is a head that is not tapped, with a note that says so.
     """
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            problem = _difference(model, head, inputs)
-    finally:
-        model.train(training)
+    with evaluating(model), torch.no_grad():
+        problem = _difference(model, head, inputs)
     if problem is None:
         return head
     where = "at the columns of a batch that have targets" if head.keeps else "at all positions"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,20 @@ def plain_model(model: nn.Module) -> Any:
     while isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and then in the mode it was in. Of one that is evaluated anyway nothing is touched:
+    setting the mode costs 5 microseconds a module, which in a loop of small calls is felt."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        if training:
+            model.train()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,6 +36,7 @@ from luthier.config.schema import RunConfig
 from luthier.errors import TrainingError, UserError
 from luthier.models import sharding
 from luthier.models.sharding import restore_weights
+from luthier.models.submodules import evaluating
 from luthier.records import Address, Batch
 from luthier.training.callbacks import Meter
 from luthier.training.folder import checkpoint as checkpoints
@@ -363,15 +364,12 @@ class Trainer:
     def _eval_losses(self, stream: EvalStream) -> step_losses.MeanLosses:
         losses = self.parts.eval_losses
         sums = step_losses.LossSums(self.parts.eval_sources, losses.measured, self.args.device)
-        training = self.model.training
-        self.model.eval()
-        with torch.no_grad():
+        with evaluating(self.model), torch.no_grad():
             losses.begin_step(self.model, stream, self._sum_of_ranks)
             for batch in stream:
                 sums.add(losses.loss(self.model, batch))
                 self._tell(self.callback_handler.on_prediction_step)
         sharding.give_up_gathered(self.model)
-        self.model.train(training)
         return sums.drain(self._sum_of_ranks)
 
     def _note_best(self, metrics: dict[str, float]) -> None:

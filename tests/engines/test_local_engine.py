@@ -218,6 +218,31 @@ def test_the_model_and_other_random_numbers_are_left_as_they_were(model: Any) ->
         model.eval()
 
 
+def test_the_mode_is_changed_once_for_a_batch_of_answers_and_never_where_it_is_right(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Setting it costs milliseconds in a model of many layers, as much as a step of few rows."""
+    changes, of_class = list[bool](), type(model).train
+
+    def train(self: Any, mode: bool = True) -> Any:
+        changes.append(mode)
+        return of_class(self, mode)
+
+    monkeypatch.setattr(type(model), "train", train)
+    asked = requests(40, **SAMPLED)
+    evaluated = ids_of(answers(model, asked, 8))
+    LocalEngine(model, TOKENIZER).score(asked[0].prompt, 1)
+    assert changes == []
+    model.train()
+    changes.clear()
+    try:
+        assert ids_of(answers(model, asked, 8)) == evaluated
+    finally:
+        model.eval()
+    assert changes[::2] == [False] * (len(changes) // 2 + 1)
+    assert 40 // 8 <= len(changes) // 2 <= 40 // 8 + 2, "as often as there are batches of answers, not answers"
+
+
 class Followed:
     """What a session has told of a request; ``done`` is set when its last sample has ended or it is refused."""
 

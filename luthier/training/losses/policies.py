@@ -14,6 +14,7 @@ from luthier.config.objective import LOSSES
 from luthier.config.rollout import RolloutConfig
 from luthier.models.passes import ModelPass, ValueHead, add_value_head
 from luthier.models.quantized import rounds_inputs
+from luthier.models.submodules import evaluating
 from luthier.objectives.measures import Measures, measure
 from luthier.objectives.policy_losses import (
     Advantage,
@@ -173,11 +174,8 @@ class PolicyLosses(step_losses.Stateless):
         """What is to be known of answers under the weights that drew them, [K], by name."""
         if self.value_head is None and not self.rollout.correction.is_on:
             return {}
-        training = model.training
-        model.eval()
-        with torch.no_grad():
+        with evaluating(model), torch.no_grad():
             scores, values_K, _ = self._scored(model, batch)
-        model.train(training)
         expected = {} if values_K is None else {"expected": values_K}
         return {**expected, **({} if not self.rollout.correction.is_on else {"trained": scores.logps_K})}
 

@@ -25,6 +25,7 @@ from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
 from luthier.models.passes import ModelPass
 from luthier.models.sharding import give_up_gathered, is_sharded, undivided
+from luthier.models.submodules import evaluating
 from luthier.objectives.head import AnyHead, Head
 from luthier.objectives.hidden_loss import ReferenceHidden
 from luthier.objectives.pair_formulas import sequence_scores, tail_discount
@@ -97,17 +98,12 @@ class ReferenceModel:
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
-        training = self.model.training
         without = nullcontext()
         if self.under_adapter:
             assert isinstance(self.model, PeftModel), "a model without adapter has nothing under it"
             without = self.model.disable_adapter()
-        self.model.eval()  # no dropout
-        try:
-            with torch.no_grad(), without:
-                yield
-        finally:
-            self.model.train(training)
+        with evaluating(self.model), torch.no_grad(), without:  # no dropout
+            yield
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -10,6 +10,7 @@ from torch import nn
 
 from luthier.models import sharding
 from luthier.models.routers import Reduce, Routers
+from luthier.models.submodules import evaluating
 from luthier.records import Batch
 from luthier.training.losses.step_losses import StepLosses
 from luthier.training.losses.verdicts import FeedbackLosses
@@ -38,14 +39,11 @@ class RouterBalance:
         routers.step = None
         if len(batches) == 1 and not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
             return  # the micro-batch is the whole step, and counts itself
-        training = model.training
-        model.eval()
         try:
-            with torch.no_grad(), torch.random.fork_rng(), routers.counting(with_gradients=False):
+            with evaluating(model), torch.no_grad(), torch.random.fork_rng(), routers.counting(with_gradients=False):
                 for batch in batches:
                     self._forward.counted(model, self._computed(batch))
         finally:
-            model.train(training)
             sharding.give_up_gathered(model)
         self._note(routers, reduce)
 

@@ -32,7 +32,7 @@ from luthier.loader.plan import StreamPlan
 from luthier.media.feature_files import FeatureFiles, ItemFeatures, item_key
 from luthier.models.encoders import Encoders, blank_features, with_encoder_outputs
 from luthier.models.model import run_precision
-from luthier.models.submodules import find_parts
+from luthier.models.submodules import evaluating, find_parts
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Media, MediaHeader, MediaItem, Pack, Segment
 from luthier.store.disk import Disk
@@ -74,9 +74,7 @@ def kept_features(work: TowerWork, tell: Callable[[str], None]) -> MediaInputs:
     encoders = Encoders.of(
         work.plain, work.media.processor.family, device=work.device, autocast=AUTOCAST_DTYPES.get(work.precision)
     )
-    was_training = work.plain.training
-    work.plain.eval()
-    try:
+    with evaluating(work.plain):
         _check_frozen(work, encoders)
         files = FeatureFiles(work.sides[0][0].prepared.store.folder / FOLDER / _digest(work))
         PartialState().wait_for_everyone()
@@ -84,8 +82,6 @@ def kept_features(work: TowerWork, tell: Callable[[str], None]) -> MediaInputs:
         if missing.items:
             _compute(work, encoders, missing, files, tell)
         PartialState().wait_for_everyone()
-    finally:
-        work.plain.train(was_training)
     return work.media.reading(files)
 
 
