@@ -36,6 +36,7 @@ from luthier.export.quantizing import (
     quantized_form,
 )
 from luthier.models.adapter_files import merge_adapter
+from luthier.models.memory import give_back_freed
 from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
 from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.training.folder.artifacts import save_model
@@ -131,6 +132,7 @@ def export_run(
             digests = None if measured is None else weight_digests(base_of(engine.model), getattr(torch, dtype))
             del engine  # its weights are not held beside those that are loaded again
             gc.collect()
+            give_back_freed()
             write_parity(msgspec.structs.replace(parity, notes=notes), staging)
             if measured is not None:
                 tell("loading it again and comparing")
@@ -183,6 +185,7 @@ def prove_merged(run: Path) -> str:
     parity = _parity(opened, engine, _name_of(said.dtype), measured)
     del engine
     gc.collect()
+    give_back_freed()
     proof = prove(folder, parity, measured=measured, like=opened.config)
     if proof.ok:
         with reported(folder):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from luthier.config.choices import AdapterType
 from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
+from luthier.models.memory import give_back_freed, leave_in_file
 from luthier.models.quantized import dequantized, is_quantized
 from luthier.writing import counted
 
@@ -137,7 +139,26 @@ def merge_adapter(model: PeftModel) -> PreTrainedModel:
         with tempfile.TemporaryDirectory(prefix="luthier_adapter_") as folder, quiet_peft():
             model.save_pretrained(folder, save_embedding_layers=saves_embeddings(model))
             model = PeftModel.from_pretrained(dequantized(model.unload()), folder)
-    return model.merge_and_unload(safe_merge=True)
+    _merge_layers(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="All adapters are already merged")  # this is what was wanted
+        return model.merge_and_unload(safe_merge=True)
+
+
+def _merge_layers(model: PeftModel) -> None:
+    """Merge layer by layer, so that there is never a weight both in memory and in the file that it came from. Layers
+    that PEFT unloads in a way of their own are left to it."""
+    for module in model.modules():
+        if not isinstance(module, BaseTunerLayer) or hasattr(module, "unload_and_optionally_merge_module"):
+            continue
+        before = [weight.data for weight in module.get_base_layer().parameters(recurse=False)]
+        module.merge(safe_merge=True)
+        after = {weight.data_ptr() for weight in module.get_base_layer().parameters(recurse=False)}
+        for weight in before:
+            if weight.data_ptr() not in after:
+                leave_in_file(weight)
+        del before
+        give_back_freed()
 
 
 def mutates_base(section: AdapterConfig) -> bool:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import luthier
 from luthier import ExportCheck, ExportOptions, ExportProof
@@ -27,6 +28,7 @@ from luthier.errors import CheckpointError, ConfigError, ModelError, UserError
 from luthier.export import model_folder, quantizing, taken_down
 from luthier.export.proof import prove
 from luthier.prediction.trained_run import open_run
+from luthier.presets import model_folder as model_folder_of
 from luthier.training.folder.staging import RunFiles
 from tests.conftest import refused
 
@@ -578,3 +580,51 @@ def test_a_merge_file_of_llama_factory_is_exported_as_it_is(world: World, tmp_pa
     assert told["proof"]["checks"]["merged"]["ok"] and "preset:skills" in " ".join(told["notes"])
     theirs, ours = load_file(tmp_path / "theirs" / WEIGHTS), load_file(world.folder / WEIGHTS)
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+
+
+MERGING = """
+import gc, sys, threading, torch
+from pathlib import Path
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from luthier.models import adapter_files
+
+def resident():
+    told = Path("/proc/self/status").read_text().split("VmRSS:")[1]
+    return int(told.split()[0]) * 1024
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
+model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+size = sum(weight.nbytes for weight in model.parameters())
+with torch.no_grad():
+    model(torch.arange(8)[None])  # all of the file is in memory now
+before, peak, ended = resident(), 0, threading.Event()
+
+def watch():
+    global peak
+    while not ended.wait(0.002):
+        peak = max(peak, resident())
+
+watching = threading.Thread(target=watch)
+watching.start()
+merged = adapter_files.merge_adapter(model)
+ended.set()
+watching.join()
+del model
+gc.collect()
+print((peak - before) / size, (resident() - before) / size)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is resident is read from /proc")
+def test_weights_are_merged_one_by_one_and_not_held_beside_those_of_the_file(tmp_path: Path) -> None:
+    """150 MB of weights in a mapped file, 4 MB each: their merged ones take the place of what was read of the file."""
+    config = AutoConfig.from_pretrained(
+        model_folder_of("tiny-llama"), hidden_size=1024, intermediate_size=2048, num_hidden_layers=8
+    )
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 8, 8, 128
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    done = subprocess.run([sys.executable, "-c", MERGING, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    peak, after = map(float, done.stdout.split())
+    assert peak < 0.4 and after < 0.2, f"{peak:.2f} of the weights' size more than before, then {after:.2f}"
