@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import shutil
@@ -131,8 +130,7 @@ def export_run(
             form = None if settings.quantize is None else quantized_form(base_of(engine.model), settings.quantize)
             digests = None if measured is None else weight_digests(base_of(engine.model), getattr(torch, dtype))
             del engine  # its weights are not held beside those that are loaded again
-            gc.collect()
-            give_back_freed()
+            give_back_freed(cycles=True)
             write_parity(msgspec.structs.replace(parity, notes=notes), staging)
             if measured is not None:
                 tell("loading it again and comparing")
@@ -184,8 +182,7 @@ def prove_merged(run: Path) -> str:
     said = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     parity = _parity(opened, engine, _name_of(said.dtype), measured)
     del engine
-    gc.collect()
-    give_back_freed()
+    give_back_freed(cycles=True)
     proof = prove(folder, parity, measured=measured, like=opened.config)
     if proof.ok:
         with reported(folder):

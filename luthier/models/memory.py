@@ -8,6 +8,7 @@ its files stays in memory beside the new weights, and the C library keeps freed 
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 from contextlib import suppress
 
@@ -25,7 +26,10 @@ def leave_in_file(weight: torch.Tensor) -> None:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_PAGEOUT)
 
 
-def give_back_freed() -> None:
-    """Have glibc give the system the blocks that were freed."""
+def give_back_freed(*, cycles: bool = False) -> None:
+    """Have glibc give the system the blocks that were freed, with ``cycles`` also those of objects that held each
+    other."""
+    if cycles:
+        gc.collect()
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
