@@ -34,8 +34,7 @@ from luthier.export.quantizing import (
     quantize_folder,
     quantized_form,
 )
-from luthier.models.adapter_files import merge_adapter
-from luthier.models.memory import give_back_freed
+from luthier.models.adapter_files import give_back_freed, merge_adapter
 from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
 from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.training.folder.artifacts import save_model

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import mmap
 import re
 import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -20,11 +23,11 @@ from transformers import PreTrainedModel
 from luthier.config.choices import AdapterType
 from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
-from luthier.models.memory import give_back_freed, leave_in_file
 from luthier.models.quantized import dequantized, is_quantized
 from luthier.writing import counted
 
 _IS_OF_ADAPTER = re.compile(r"\.(lora|oft|vera)_")  # not a module that is saved whole, nor an embedding beside it
+_MADV_PAGEOUT = 21  # Linux 5.4. It loses nothing: a page that is asked for again is read again
 MUTATING = ("pissa", "olora")  # initialisations that move a part of the base weights into the adapter
 
 
@@ -156,9 +159,27 @@ def _merge_layers(model: PeftModel) -> None:
         after = {weight.data_ptr() for weight in module.get_base_layer().parameters(recurse=False)}
         for weight in before:
             if weight.data_ptr() not in after:
-                leave_in_file(weight)
+                _leave_in_file(weight)
         del before
         give_back_freed()
+
+
+def _leave_in_file(weight: torch.Tensor) -> None:
+    """Take the pages of a weight that is about to be dropped out of memory, where it lies in a memory-mapped file."""
+    start = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (weight.data_ptr() + weight.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if weight.device.type == "cpu" and end > start:
+        with suppress(AttributeError, OSError, TypeError):
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_PAGEOUT)
+
+
+def give_back_freed(*, cycles: bool = False) -> None:
+    """Have glibc give the system the blocks that were freed, with ``cycles`` also those of objects that held each
+    other."""
+    if cycles:
+        gc.collect()
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 
 def mutates_base(section: AdapterConfig) -> bool:
