@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.engines.json_client import token_from
 from luthier.errors import UserError
 from luthier.records import Conversation, ToolCall
+from tests.conftest import StubServer
 
 # (path, body, encoder) -> (status, answer)
 Answer = Callable[[str, dict[str, Any], Encoder], tuple[int, Any]]
@@ -123,7 +124,7 @@ def serving(answer: Answer, under_test: Encoder) -> Iterator[str]:
         def log_message(self, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = StubServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

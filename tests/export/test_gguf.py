@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from luthier.export.pre_tokenizers import PROBE, known_name
 from luthier.export.proof import template_digest
 from luthier.prediction.trained_run import open_run
 from luthier.presets import model_folder, tokenizer_folder
+from tests.conftest import StubServer
 from tests.programs import readme_program
 
 GGUF = partial(ExportConfig, format="gguf")
@@ -99,7 +100,7 @@ def stub(answer: Callable[[list[int]], Told], template: str) -> Iterator[str]:
         def log_message(self, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = StubServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -20,7 +20,7 @@ from luthier.errors import ConfigError, UserError
 from luthier.export.gguf import modelfile
 from luthier.export.model_folder import check_push, push
 from luthier.presets import tokenizer_folder
-from tests.conftest import refused
+from tests.conftest import StubServer, refused
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -142,7 +142,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server = StubServer(("127.0.0.1", 0), Hub)
     Thread(target=lambda: server.serve_forever(0.05), daemon=True).start()
     Hub.seen = {}
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from media_files import OPEN, access
 
 from luthier.errors import RowError, RowForbidden
 from luthier.media.files import access as fetching
-from tests.conftest import reason_is
+from tests.conftest import StubServer, reason_is
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ class Server:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = StubServer(("127.0.0.1", 0), Handler)
         self.host = f"127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 

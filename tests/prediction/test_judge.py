@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -23,7 +23,7 @@ from luthier.errors import ConfigError, UserError
 from luthier.metrics.table import METRICS, Answered, measured
 from luthier.prediction.comparing import compare_predictions as compare
 from luthier.rendering.messages import ControlTokens
-from tests.conftest import refused, served_json
+from tests.conftest import StubServer, refused, served_json
 from tests.prediction.test_compare import answers as some_answers
 from tests.prediction.test_compare import prediction
 
@@ -123,7 +123,7 @@ class Dripping(BaseHTTPRequestHandler):
 def test_a_reply_that_never_ends_is_late_and_a_server_of_such_replies_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Dripping)
+    server = StubServer(("127.0.0.1", 0), Dripping)
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # the judge hangs up
     server.daemon_threads = True
     Thread(target=server.serve_forever, daemon=True).start()

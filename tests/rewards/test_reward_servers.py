@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 
 from luthier.config.rollout import RewardConfig
 from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
+from tests.conftest import StubServer
 
 
 class Lying(BaseHTTPRequestHandler):
@@ -54,7 +55,7 @@ class Lying(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Lying)
+    server = StubServer(("127.0.0.1", 0), Lying)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
