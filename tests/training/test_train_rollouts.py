@@ -224,6 +224,25 @@ def test_a_checkpoint_without_the_answers_of_the_next_step_is_told(tmp_path: Pat
     assert "rollout.updates" in caught.value.message
 
 
+def test_a_checkpoint_with_the_answers_to_other_prompts_is_told(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that wait in it were drawn by a run that asked no others for prompts that teach nothing."""
+    monkeypatch.setitem(METRICS._rows, "same", Metric(of_row=lambda *_: 1.0))
+    saving = {"train__max_steps": 4, "output__save_strategy": "steps", "output__save_steps": 2}
+
+    def run(dead_groups: str, **changes: Any) -> RunResult:
+        rollout = {**ROLLOUT, "rewards": ["same"], "updates": 4, "dead_groups": dead_groups}
+        given = {**RL, **saving, "rollout": rollout, **changes}
+        return train(make_data(make_segments(12)), folder=dead_groups, **given)
+
+    run("drop")
+    with pytest.raises(CheckpointError) as caught:
+        run("resample", output__resume=str(tmp_path / "drop" / "checkpoint-2"))
+    assert "step 3" in caught.value.message and "rows.jsonl:" in caught.value.message
+    assert "section rollout" in (caught.value.hint or "")
+
+
 def test_rows_without_a_question_are_passed_over_and_told_once(train: Train) -> None:
     segments = make_segments(12)
     for segment in segments[::2]:

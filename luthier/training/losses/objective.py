@@ -26,7 +26,15 @@ from luthier.models.model import REWARD_HEAD, is_reward_model
 from luthier.models.passes import ModelPass, OutputHead, casting, find_head, prove_head, reward_head, score_targets
 from luthier.models.routers import Routers, balanced_routers
 from luthier.models.sharding import compile_layers, forget_graphs
-from luthier.models.submodules import MediaNeeds, families_of, media_needs, model_needs, plain_model, text_attention
+from luthier.models.submodules import (
+    MediaNeeds,
+    evaluating,
+    families_of,
+    media_needs,
+    model_needs,
+    plain_model,
+    text_attention,
+)
 from luthier.objectives.head import AnyHead, Head, LigerKernel, liger_is_installed, runs_on
 from luthier.objectives.hidden_loss import hidden_loss_sum
 from luthier.objectives.token_losses import TokenSettings
@@ -245,13 +253,9 @@ def _problem(parts: ObjectiveParts, model: nn.Module, head: OutputHead, inputs: 
         ids_K = (next_N.repeat(times) + strides_K) % len(logits_of.weight_VD)
         return kernel_problem(hidden_ND.repeat(times, 1), logits_of, ids_K, settings=settings)
 
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), torch.autocast(next_N.device.type, parts.autocast, enabled=parts.autocast is not None):
-            return score_targets(model, inputs, positions_N, score, head=head).scores
-    finally:
-        model.train(training)
+    autocast = torch.autocast(next_N.device.type, parts.autocast, enabled=parts.autocast is not None)
+    with evaluating(model), torch.no_grad(), autocast:
+        return score_targets(model, inputs, positions_N, score, head=head).scores
 
 
 def _unknown_loss(config: RunConfig) -> str | None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.engines.engine import Completion, Finish
-from luthier.errors import UserError
+from luthier.errors import CheckpointError, UserError
 from luthier.training.folder.checkpoint import read_json, taking_over
 from luthier.training.folder.staging import FILES
+from luthier.training.generate import Question
 from luthier.training.rollouts.trajectories import ModelCall, Trajectory
 from luthier.writing import JsonObject
 
@@ -112,6 +114,23 @@ def read_kept(folder: Path, *, updates: int) -> Kept:
                 of_step = found.setdefault(int(step), {})
                 for name, answers in by_name.items():
                     of_step[name] = [_of_json(one) for one in answers]
+    return found
+
+
+def name_of(question: Question) -> str:
+    """The row and the prompt, of which a row with several turns has several."""
+    return f"{question.address} {blake2b(question.prompt.tobytes(), digest_size=8).hexdigest()}"
+
+
+def answers_to(question: Question, answers: Mapping[str, list[KeptAnswer]], step: int) -> list[KeptAnswer]:
+    """Those of a step, counted from 0. Raises `CheckpointError` where it was drawn by a run that asked other
+    questions."""
+    found = answers.get(name_of(question))
+    if found is None:
+        raise CheckpointError(
+            f"the checkpoint holds the answers of step {step + 1}, but none to {question.address}, which this run asks",
+            hint="set the section rollout as it was, or begin anew without output.resume",
+        )
     return found
 
 

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +38,8 @@ from luthier.training.rollouts.ahead import (
     DrawnStep,
     Kept,
     KeptAnswer,
+    answers_to,
+    name_of,
     read_kept,
     write_kept,
 )
@@ -174,7 +175,7 @@ class Rollouts:
             return batch
         policy = batch.policy
         assert policy is not None, "what was drawn is for policies"
-        names = [_name(group.question) for row in rows for group in row]
+        names = [name_of(group.question) for row in rows for group in row]
         answers = [one for name in names for one in self.kept[step][name] if not np.isnan(one.reward)]
         if not all(one.scores for one in answers):
             found = {name: score_K.cpu()[policy.order_K].numpy() for name, score_K in self.score(batch).items()}
@@ -245,7 +246,7 @@ class Rollouts:
         groups: list[AnswerGroup] = []
         for left in reversed(range(1 + self.most_rounds)):
             answers = self._judged(questions, step, told) if kept is None else kept
-            of_round = [self._group(question, answers[_name(question)]) for question in questions]
+            of_round = [self._group(question, answers_to(question, answers, step)) for question in questions]
             found |= answers
             groups += of_round
             if self.spare is None or not left or not len(others := self._spare_for(of_round, step, asked_anew)):
@@ -296,10 +297,10 @@ class Rollouts:
         told.texts += texts
         told.refused |= {first + key: why for key, why in self.refused.items()}
         told.rounds.append(judged)
-        found: dict[str, list[KeptAnswer]] = {_name(question): [] for question in questions}
+        found: dict[str, list[KeptAnswer]] = {name_of(question): [] for question in questions}
         for place, total, values_F in zip(places, judged.total_N, judged.values_NF, strict=True):
             answer = KeptAnswer(answer=drawn[place], reward=float(total), values_F=values_F.tolist())
-            found[_name(questions[place[0]])].append(answer)
+            found[name_of(questions[place[0]])].append(answer)
         return found
 
     def _conclude(self, told: _AskedInStep, step: int) -> None:
@@ -490,8 +491,3 @@ class Rollouts:
 
 def _noted(notes: DrawingNotes, what: str, count: int) -> None:
     notes.append((what, count))
-
-
-def _name(question: Question) -> str:
-    """The row and the prompt, of which a row with several turns has several."""
-    return f"{question.address} {blake2b(question.prompt.tobytes(), digest_size=8).hexdigest()}"
