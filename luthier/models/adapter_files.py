@@ -174,8 +174,7 @@ def _leave_in_file(weight: torch.Tensor) -> None:
 
 
 def give_back_freed(*, cycles: bool = False) -> None:
-    """Have glibc give the system the blocks that were freed, with ``cycles`` also those of objects that held each
-    other."""
+    """Have glibc return freed blocks to the system; with ``cycles``, those of objects that refer to each other, too."""
     if cycles:
         gc.collect()
     with suppress(AttributeError, OSError, TypeError):
