@@ -287,6 +287,7 @@ MIN_WEIGHT = 1e-6  # less is 0
 
 # Beyond these bounds a number is a slip of the pen. They are far above what anybody trains with.
 LARGEST_NUMBER = 1e9
+COLDEST = 1e-5  # a temperature that logits can be divided by; below it the likeliest token is all that is left
 LARGEST_COUNT = 10**12  # of steps, tokens, bytes
 LARGEST_SIZE = 2**16  # of a rank, a block, rows of a micro-batch
 LONGEST_SEQUENCE = 2**24  # tokens: 16 million
@@ -394,6 +395,8 @@ NonNegative = Annotated[float, Field(ge=0), _at_most(LARGEST_NUMBER), BeforeVali
 Epochs = Annotated[float, Field(gt=0), _at_most(LARGEST_COUNT), BeforeValidator(_int_as_float)]
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_int_as_float)]
 Fraction = Annotated[float, Field(gt=0, le=1), BeforeValidator(_int_as_float)]
+Temperature = Annotated[float, Field(ge=COLDEST), _at_most(LARGEST_NUMBER), BeforeValidator(_int_as_float)]
+Penalty = Annotated[float, Field(ge=0.01, le=100), BeforeValidator(_int_as_float)]
 AboveZero = Annotated[float, Field(gt=0, le=1), BeforeValidator(_int_as_float)]
 Signed = Annotated[float, Field(ge=-100, le=100), BeforeValidator(_int_as_float)]
 Proportion = Annotated[float, Field(ge=0, le=1), BeforeValidator(_int_as_float)]

@@ -218,7 +218,7 @@ class RolloutConfig(Section):
     passes: choices.Size = 1
     """How many times each step learns from its answers, with an update of the weights each time. Ratios are measured
     against the weights that drew the answers (``num_iterations`` in GRPO, ``ppo_epochs`` in PPO)."""
-    temperature: choices.Positive = 1.0
+    temperature: choices.Temperature = 1.0
     """What logits are divided by, when answers are drawn and when they are learned from: it is part of the policy that
     is trained. Held-out rows are measured and answered without it; ``best_of_n`` and ``online_dpo`` learn without."""
     max_new_tokens: choices.Tokens = 256

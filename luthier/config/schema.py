@@ -243,7 +243,7 @@ class GenerateConfig(Section):
     """Longest prompt and answer together, in tokens."""
     do_sample: bool = False
     """Draw tokens by their probability instead of taking the likeliest."""
-    temperature: choices.Positive | None = None
+    temperature: choices.Temperature | None = None
     """Of sampling: below 1 likely tokens become likelier."""
     top_p: choices.AboveZero | None = None
     """Of sampling: only the likeliest tokens that together have this probability."""
@@ -257,7 +257,7 @@ class GenerateConfig(Section):
     """Beams of the search; 1 is greedy search or sampling."""
     length_penalty: choices.Signed | None = None
     """Of beams: above 0 long answers are preferred, below 0 short ones."""
-    repetition_penalty: choices.Positive | None = None
+    repetition_penalty: choices.Penalty | None = None
     """Above 1, tokens that already occur become less likely."""
     no_repeat_ngram_size: choices.Count | None = None
     """No sequence of this many tokens occurs twice."""

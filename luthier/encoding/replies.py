@@ -11,9 +11,9 @@ delta = reader.close()
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -49,13 +49,15 @@ def parse_reply(
     tools: Tools | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     prompt: SomeIds | None = None,
+    stop_strings: Sequence[str] = (),
 ) -> Message:
     """The assistant's message that a model said: its thought, text and tool calls.
 
     ``ids``, [N], are what it emitted behind a generation prompt, with the stop token or without it. ``prompt``, [T],
     is that prompt: where one ends with an opened thought, the reply begins in it. Without it, it is the one of
     `encode_prompt` under the same ``template_kwargs``. ``tools`` are those on offer: a call that is written with no
-    control token before it, which a text might be, is read only if it names one of them.
+    control token before it, which a text might be, is read only if it names one of them. The reply is read up to the
+    first of the ``stop_strings``, wherever in it one stands: in a thought and in the arguments of a call, too.
 
     Control tokens are known by their ids, so that a tag written as text is text. What is no call after all (cut off,
     bad JSON) is in the text, as it was written.
@@ -63,7 +65,9 @@ def parse_reply(
     Raises `TemplateError` if there is no chat template, or if it is proven on trial that its texts or thoughts, or its
     tool calls where tools are on offer, cannot be read back.
     """
-    reader = ReplyReader(tokenizer, tools=tools, template_kwargs=template_kwargs, prompt=prompt)
+    reader = ReplyReader(
+        tokenizer, tools=tools, template_kwargs=template_kwargs, prompt=prompt, stop_strings=stop_strings
+    )
     return joined([reader.feed(ids), reader.close()]).message
 
 
@@ -82,6 +86,7 @@ class ReplyReader:
         tools: Tools | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         prompt: SomeIds | None = None,
+        stop_strings: Sequence[str] = (),
         calls_in_pieces: bool = False,
     ) -> None:
         self._tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else _of_run(tokenizer)
@@ -96,15 +101,17 @@ class ReplyReader:
         end = None if prompt is None else self._signed(prompt[-PROMPT_END:])
         self._scanner = ReplyScanner(self.form, prompt=end, tools=tools, in_pieces=calls_in_pieces)
         self._decoder = _Decoder(self._tokenizer)
+        self._cutter = StopCutter(stop_strings, self._scanner.signs.spelled)
         self.is_ended = False
 
     def feed(self, ids: SomeIds) -> ReplyDelta:
         """What some more ids add to the reply. Behind a stop token there is nothing more."""
-        return joined([self._scanner.feed(signed) for signed in self._pieces(ids)])
+        return joined([self._scanner.feed(self._cutter.cut(signed)) for signed in self._pieces(ids)])
 
     def close(self) -> ReplyDelta:
         """What is left when the model has stopped."""
-        return joined([self._scanner.feed(self._decoder.flush()), self._scanner.close()])
+        left = self._cutter.cut(self._decoder.flush(), is_last=True)
+        return joined([self._scanner.feed(left), self._scanner.close()])
 
     def _pieces(self, ids: SomeIds) -> Iterable[str]:
         for number in map(int, ids):
@@ -155,6 +162,43 @@ class _Decoder:
     def _new_text(self) -> str:
         before = self._tokenizer.decode(self._ids[: self._told]) if self._told else ""
         return self._tokenizer.decode(self._ids)[len(before) :]
+
+
+class StopCutter:
+    """A text as it comes, up to the first of the stop strings; what may begin one is held back.
+
+    ``spelled`` says what characters stand for that are no letters (control tokens, in a `ReplyReader`). Stop strings
+    are looked for in what it gives, and a character is cut off whole.
+    """
+
+    def __init__(self, stop_strings: Sequence[str], spelled: Callable[[str], str] = str) -> None:
+        self.stop_strings, self._spelled = tuple(stop_strings), spelled
+        self.is_over = False
+        self._held = ""
+
+    def cut(self, text: str, *, is_last: bool = False) -> str:
+        """What may be told now."""
+        if self.is_over or not self.stop_strings:
+            return "" if self.is_over else text
+        signed = self._held + text
+        whole = self._spelled(signed)
+        places = [place for stop in self.stop_strings if (place := whole.find(stop)) >= 0]
+        self.is_over = bool(places)
+        end = min(places) if places else len(whole) - (0 if is_last else self._beginning_of_stop(whole))
+        kept = end
+        if len(whole) > len(signed):
+            ends = accumulate(len(self._spelled(char)) for char in signed)
+            kept = sum(1 for _ in takewhile(lambda place: place <= end, ends))
+        self._held = signed[kept:]
+        return signed[:kept]
+
+    def _beginning_of_stop(self, text: str) -> int:
+        """How many of the last characters may be the beginning of a stop string."""
+        longest = max(len(stop) - 1 for stop in self.stop_strings)
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self.stop_strings):
+                return size
+        return 0
 
 
 def reply_form(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None) -> ReplyForm:

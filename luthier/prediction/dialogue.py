@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from luthier.encoding.interface import as_prompt
 from luthier.encoding.replies import ReplyReader
-from luthier.engines.engine import Finish, NewTokens, Refusal, Request, Session, before_stop
+from luthier.engines.engine import Finish, NewTokens, Refusal, Request, Session
 from luthier.errors import ModelError, RowError, UserError
 from luthier.prediction.trained_run import TrainedRun
 from luthier.records import Audio, Conversation, Image, Message, Text, ToolCall, Video
@@ -108,8 +108,6 @@ class Dialogue:
             self._session.cancel(key)
         tell(reader.close())
         whole = joined(deltas)
-        if finish is Finish.STRING:
-            whole = replace(whole, content=before_stop(whole.content, settings.stop_strings))
         message = whole.message
         calls = (replace(p, id=p.id or f"call{n:05d}") if isinstance(p, ToolCall) else p
                  for n, p in enumerate(message.parts, len(self.messages) * 100))  # fmt: skip
@@ -140,7 +138,12 @@ class Dialogue:
             write_all(file.fileno(), line.encode("utf-8", "backslashreplace"))
 
     def _reader(self, prompt: NDArray[np.int32]) -> ReplyReader:
-        return ReplyReader(self.run.encoder.tokenizer, tools=self.tools or None, prompt=prompt)
+        return ReplyReader(
+            self.run.encoder.tokenizer,
+            tools=self.tools or None,
+            prompt=prompt,
+            stop_strings=self.run.settings.stop_strings,
+        )
 
 
 def _next(told: queue.SimpleQueue[NewTokens | Refusal]) -> NewTokens | Refusal:

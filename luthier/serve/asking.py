@@ -13,11 +13,12 @@ from typing import Protocol
 import numpy as np
 from pydantic import ValidationError
 
+from luthier.config import choices
 from luthier.config.schema import GenerateConfig, ServeConfig
 from luthier.encoding.interface import Tools
-from luthier.encoding.replies import ReplyReader, reply_form
+from luthier.encoding.replies import ReplyReader, StopCutter, reply_form
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Finish, Ids, NewTokens, Refusal, Request, Session, WeightsName, before_stop
+from luthier.engines.engine import Finish, Ids, NewTokens, Refusal, Request, Session, WeightsName
 from luthier.errors import TemplateError
 from luthier.rendering.replies.form import ReplyDelta
 from luthier.rendering.replies.form import joined as deltas_joined
@@ -109,7 +110,8 @@ class Asker:
                 if isinstance(new, Refusal):
                     del left[new.key]
                     status = 500 if new.reason == "engine_failed" else 400
-                    raise RefusedRequest(status, "" if status == 500 else new.detail, code=new.reason)
+                    what = "the model failed while it answered" if status == 500 else new.detail
+                    raise RefusedRequest(status, what, code=new.reason)
                 left[new.key] -= new.finish is not None
                 if not left[new.key]:
                     del left[new.key]
@@ -145,8 +147,9 @@ def settings_of(
         raise RefusedRequest(400, what, code="invalid_value", param=name, hint="serve.max_tokens is the limit")
     check_room(prompt, context, 1 if asked is None else asked)
     room = context - prompt
+    is_cold = body.temperature is not None and body.temperature < choices.COLDEST
     given = {
-        "temperature": body.temperature or None,
+        "temperature": None if is_cold else body.temperature,
         "top_p": body.top_p,
         "top_k": None if body.top_k in (0, -1) else body.top_k,
         "min_p": body.min_p,
@@ -160,7 +163,7 @@ def settings_of(
     if body.stop_token_ids:
         changed["stop_token_ids"] = [*own.stop_token_ids, *body.stop_token_ids]
     if body.temperature is not None:
-        changed["do_sample"] = body.temperature > 0
+        changed["do_sample"] = not is_cold
     elif {"top_p", "top_k", "min_p"} & changed.keys():
         changed["do_sample"] = True
     changed["seed"] = secrets.randbits(31) if body.seed is None else body.seed
@@ -176,7 +179,11 @@ def settings_of(
 
 
 def check_room(prompt: int, context: int, answer: int = 0) -> None:
-    """Raises `RefusedRequest` where a prompt and an answer of so many tokens are more than the context."""
+    """Raises `RefusedRequest` for a prompt without tokens, and where a prompt and an answer of so many tokens are more
+    than the context."""
+    if not prompt:
+        hint = "this model has no begin token, so a text of no letters is no prompt"
+        raise RefusedRequest(400, "the prompt has no tokens", code="invalid_value", param="prompt", hint=hint)
     if prompt + answer > context:
         what = (
             f"the prompt has {counted(prompt, 'token')} and the answer may have {answer:,}, the context has {context:,}"
@@ -209,27 +216,20 @@ class AnswerReader(Protocol):
 class MessageReader:
     """An answer as a message, with its thought and its calls apart (`ReplyReader`)."""
 
-    def __init__(self, reader: ReplyReader, stop_strings: Sequence[str]) -> None:
+    def __init__(self, reader: ReplyReader) -> None:
         self._reader = reader
-        self._content, self._reasoning = _StopCutter(stop_strings), _StopCutter(stop_strings)
 
     def feed(self, new: NewTokens) -> ReplyDelta:
         """What the tokens add. A call comes as it is drawn (`ReplyDelta.call_pieces`)."""
-        is_last = new.finish is not None
         delta = self._reader.feed(new.ids[:-1] if new.finish is Finish.STOP else new.ids)
-        if is_last:
-            delta = deltas_joined([delta, self._reader.close()])
-        if self._reasoning.is_over:
-            return ReplyDelta()
-        content = self._content.cut(delta.content, is_last=is_last)
-        return replace(delta, content=content, reasoning=self._reasoning.cut(delta.reasoning, is_last=is_last))
+        return delta if new.finish is None else deltas_joined([delta, self._reader.close()])
 
 
 class TextReader:
     """The text of one answer as it comes: joined it is `Completion.text`. Half a character is held back."""
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> None:
-        self._tokenizer, self._cutter = tokenizer, _StopCutter(stop_strings)
+        self._tokenizer, self._cutter = tokenizer, StopCutter(stop_strings)
         self._ids: list[int] = []
         self._shown = self._read = 0  # what was told last is the text of ids[shown:read]
 
@@ -248,34 +248,6 @@ class TextReader:
         return text[len(known) :]
 
 
-class _StopCutter:
-    """A text as it comes, up to the first of the stop strings; what may begin one is held back."""
-
-    def __init__(self, stop_strings: Sequence[str]) -> None:
-        self.stop_strings = tuple(stop_strings)
-        self.is_over = False
-        self._held = ""
-
-    def cut(self, text: str, *, is_last: bool) -> str:
-        """What may be told now."""
-        if self.is_over:
-            return ""
-        whole = self._held + text
-        before = before_stop(whole, self.stop_strings)
-        self.is_over = len(before) < len(whole)
-        kept = 0 if self.is_over or is_last else self._beginning_of_stop(before)
-        self._held = before[len(before) - kept :]
-        return before[: len(before) - kept]
-
-    def _beginning_of_stop(self, text: str) -> int:
-        """How many of the last characters may be the beginning of a stop string."""
-        longest = max((len(stop) - 1 for stop in self.stop_strings), default=0)
-        for size in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self.stop_strings):
-                return size
-        return 0
-
-
 def reader_of(
     tokenizer: Tokenizer,
     prompt: Ids,
@@ -289,8 +261,15 @@ def reader_of(
     try:
         if TEXT in reply_form(tokenizer, kwargs).unreadable and not tools:
             return TextReader(tokenizer, stop_strings)
-        reader = ReplyReader(tokenizer, tools=tools, template_kwargs=kwargs, prompt=prompt, calls_in_pieces=True)
-        return MessageReader(reader, stop_strings)
+        reader = ReplyReader(
+            tokenizer,
+            tools=tools,
+            template_kwargs=kwargs,
+            prompt=prompt,
+            stop_strings=stop_strings,
+            calls_in_pieces=True,
+        )
+        return MessageReader(reader)
     except TemplateError as error:
         param = "tools" if tools else "messages"
         raise RefusedRequest(400, error.message, code="unreadable_reply", param=param, hint=error.hint) from None

@@ -64,6 +64,24 @@ class Echo:
     others: NewTokens | None  # None where no probabilities are asked for
 
 
+@dataclass(kw_only=True, slots=True)
+class _CallsSoFar:
+    """Of one answer: whether it has calls, and whether one of them is none (cut off, no JSON)."""
+
+    has_any: bool = False
+    is_broken: bool = False
+
+    def add(self, delta: ReplyDelta) -> None:
+        """What the next piece has."""
+        self.has_any |= bool(delta.call_pieces)
+        self.is_broken |= delta.num_malformed > 0
+
+    @property
+    def called_by(self) -> tuple[Finish, ...]:
+        """What may have ended an answer that calls tools: a stop string has not, if it may have ended a call."""
+        return (Finish.STOP, *([] if self.is_broken else [Finish.STRING])) if self.has_any else ()
+
+
 class Teller:
     """Tells the answers to requests."""
 
@@ -92,7 +110,7 @@ class Teller:
     async def pieces(self, asked: ClientRequest) -> AsyncGenerator[JsonObject, None]:
         """The same as it comes. What goes wrong on the way is the last piece."""
         begun = asked.envelope(streamed=True)
-        count, has_calls = 0, [False] * len(asked.readers)
+        count, calls = 0, [_CallsSoFar() for _ in asked.readers]
         try:
             async with self.answers.limit(), self.answers.turns.answering(), aclosing(self._told(asked)) as tokens:
                 for number in range(len(asked.readers)):
@@ -106,9 +124,8 @@ class Teller:
                 async for number, new in tokens:
                     count += len(new.ids)
                     delta = asked.readers[number].feed(new)
-                    has_calls[number] |= bool(delta.call_pieces)
                     if delta or asked.logprobs or new.finish is not None:
-                        told = self._choice(asked, number, delta, new, is_piece=True, has_calls=has_calls[number])
+                        told = self._choice(asked, number, delta, new, is_piece=True, calls=calls[number])
                         yield begun | {"choices": [told]}
         except TimeoutError:
             yield too_late(self.answers.limits.timeout).body
@@ -131,14 +148,16 @@ class Teller:
         *,
         echo: Echo | None = None,
         is_piece: bool = False,
-        has_calls: bool = False,
+        calls: _CallsSoFar | None = None,
     ) -> JsonObject:
-        """An answer, or a piece of one that ``has_calls`` so far; it has no tokens where only the prompt is told."""
+        """An answer, or a piece of one that had these ``calls`` before; without tokens the prompt alone is told."""
+        calls = calls or _CallsSoFar()
+        calls.add(delta)
         content: JsonObject = {"text": delta.content if echo is None else echo.text + delta.content}
         if asked.is_chat:
             content = {"delta": _spoken(delta, is_piece=True)} if is_piece else {"message": _message(delta)}
         finish = None if new is None or new.finish is None else FINISHES[new.finish]
-        if finish == "stop" and (has_calls or delta.call_pieces):
+        if new is not None and new.finish in calls.called_by:
             finish = "tool_calls"
         if new is None and not asked.answered:
             finish = FINISHES[Finish.LENGTH]

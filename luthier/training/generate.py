@@ -17,7 +17,7 @@ from luthier.collation import MediaInputs
 from luthier.config.schema import GenerateConfig, RunConfig
 from luthier.encoding.replies import parse_reply
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion, Finish, Ids, Refusal, Request, before_stop
+from luthier.engines.engine import Completion, Finish, Ids, Refusal, Request
 from luthier.engines.judge import AnswerScorer, JudgedAnswer, Judgement, as_read
 from luthier.engines.local import LocalEngine, base_of
 from luthier.errors import TemplateError, UserError
@@ -253,11 +253,9 @@ def read_back(
 ) -> dict[str, object] | None:
     """An answer read back as a message; None where the template's answers cannot be read back."""
     try:
-        message = parse_reply(ids, tokenizer, tools=tools or None, prompt=prompt)
+        return message_row(parse_reply(ids, tokenizer, tools=tools or None, prompt=prompt, stop_strings=stop_strings))
     except TemplateError:
         return None
-    found = message_row(message)
-    return {key: before_stop(told, stop_strings) if isinstance(told, str) else told for key, told in found.items()}
 
 
 def _record(question: Question, generated: str, tokenizer: Tokenizer, finished: bool | None) -> GenerationRecord:

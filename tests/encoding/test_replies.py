@@ -330,3 +330,26 @@ def test_a_tag_of_letters_is_no_control_token(tmp_path: Path) -> None:
     assert luthier.parse_reply(letters, tokenizer, tools=TOOLS) == assistant(Text(text=said))
     control = luthier.parse_reply(tokenizer.encode_whole(said), tokenizer, tools=TOOLS)
     assert control == assistant(replace(SEND, arguments={}, id=None))
+
+
+def test_a_reply_ends_at_the_first_stop_string_however_it_is_divided(tmp_path: Path) -> None:
+    """Every cut through an answer with a thought, a text and a call: what is told is what was before it."""
+    encoder = encoder_for("named/qwen3", tmp_path)
+    answer = assistant(Thinking(text="Well, two."), Text(text="I ask."), ToolCall(name="f", arguments={"a": "b c"}))
+    prompt, reply = asked(encoder, answer)
+    whole = encoder.tokenizer.decode(reply[:-1])
+    for start in range(len(whole) - 3):
+        stop = whole[start : start + 4]
+        if whole.find(stop) < start:
+            continue
+        cut = luthier.ReplyReader(encoder.tokenizer, tools=TOOLS, prompt=prompt, stop_strings=[stop, "never"])
+        told = joined([*(cut.feed([number]) for number in reply), cut.close()])
+        assert (
+            luthier.parse_reply(reply, encoder.tokenizer, tools=TOOLS, prompt=prompt, stop_strings=[stop, "never"])
+            == told.message
+        )
+        letters = "".join(whole[:start].split())
+        said = "".join((told.reasoning + told.content).split())
+        assert letters.replace("<think>", "").replace("</think>", "").startswith(said)
+        assert ("I ask." in told.content) == (start >= whole.index("I ask.") + len("I ask."))
+        assert len(told.calls) == (start >= whole.index("}}") + len("}}"))

@@ -42,11 +42,13 @@ def encoder() -> Encoder:
 
 @dataclass
 class Scripted:
-    """A session that answers each request with the ids that ``script`` gives, ``step`` at a time. ``stop`` ends one."""
+    """A session that answers each request with the ids that ``script`` gives, ``step`` at a time. ``stop`` ends one;
+    ``last`` is what ends one behind its last id."""
 
     script: Callable[[Request], Iterable[int]]
     step: int = 1
     stop: int = -1
+    last: Finish = Finish.LENGTH
     pause: float = 0.0  # seconds between two steps
     working: set[int] = field(default_factory=set)
     asked: list[Request] = field(default_factory=list)
@@ -69,7 +71,7 @@ class Scripted:
             while more and request.key in self.working:
                 then = list(islice(left, self.step))
                 more = bool(then)
-                finish = Finish.STOP if some[-1] == self.stop else None if more else Finish.LENGTH
+                finish = Finish.STOP if some[-1] == self.stop else None if more else self.last
                 on_tokens(new_tokens(request, sample, some, finish))
                 some = then
                 time.sleep(self.pause)

@@ -155,6 +155,8 @@ def test_a_text_to_be_completed_reaches_no_control_token(server: Running, encode
         ({"prompt": [10**9]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": ["a", ""], "max_tokens": 0, "echo": True, "logprobs": 1}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": ["a"] * 17}, "prompt"),
         ({"prompt": ["a"] * 9, "n": 2, "temperature": 1}, "n"),
@@ -167,6 +169,28 @@ def test_a_text_to_be_completed_reaches_no_control_token(server: Running, encode
 def test_completions_that_cannot_be_given_are_refused(server: Running, body: dict[str, Any], param: str) -> None:
     answer = server.http.post("/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 1e-300},
+    {"temperature": 1e-5, "top_p": 1e-300, "tempered": True},
+    {"temperature": 100, "top_k": 10**9, "min_p": 1},
+    {"temperature": 1e-5, "repetition_penalty": 0.01},
+    {"temperature": 1e-5, "repetition_penalty": 100, "logprobs": 20},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_settings_at_their_bounds_end_no_answer_beside_them(server: Running, settings: dict[str, Any]) -> None:
+    body = {"prompt": "One two", "max_tokens": 40, "temperature": 0}
+    alone = server.http.post("/v1/completions", json=body).json()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        beside = pool.submit(server.http.post, "/v1/completions", json=body)
+        odd = server.http.post("/v1/completions", json={**body, "max_tokens": 8, **settings})
+        assert beside.result().json()["choices"] == alone["choices"]
+    assert odd.status_code == 200
+    if settings["temperature"] < 1e-5:
+        assert alone["choices"][0]["text"].startswith(odd.json()["choices"][0]["text"])
 
 
 def test_an_engine_that_asks_it_gets_the_ids_and_logprobs_of_the_model(server: Running, engine: LocalEngine) -> None:

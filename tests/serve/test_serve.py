@@ -109,6 +109,8 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"temperature": -1}, 400, "temperature"),
     ({"temperature": "warm"}, 400, "temperature"),
     ({"top_p": 0}, 400, "top_p"),
+    ({"repetition_penalty": 1e-300}, 400, "repetition_penalty"),
+    ({"repetition_penalty": 1e300}, 400, "repetition_penalty"),
     ({"top_logprobs": 3}, 400, "top_logprobs"),
     ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs"),
     ({"seed": -1}, 400, "seed"),

@@ -11,6 +11,7 @@ import pytest
 
 import luthier
 from luthier.encoding.encoder import Encoder
+from luthier.engines.engine import Finish
 from luthier.serve.asking import HALF_CHARACTER
 from tests.serve.conftest import TOKEN, Running, Scripted, running
 
@@ -73,6 +74,34 @@ def test_what_is_learned_of_an_answer_comes_back_whole_and_in_pieces(name: str, 
             assert _accumulated(server) == (expected(answer), _whole(server)[1])
 
 
+@pytest.mark.parametrize("place", ["reasoning", "content", "calls"])
+def test_a_stop_string_ends_an_answer_wherever_it_stands(place: str, encoder: Encoder) -> None:
+    """The answer is told up to it, and a call in whose arguments it stands was not made."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln", "days": 2}}}
+    ids = emitted({"content": "I ask now.", "reasoning_content": "Hm, hm.", "tool_calls": [call]}, encoder)[:-1]
+    word = {"reasoning": ", h", "content": "sk n", "calls": 'öln", "d'}[place]
+    end = next(n for n in range(len(ids)) if word in encoder.tokenizer.decode(ids[:n]))
+    before = {
+        "reasoning": {"content": "", "reasoning": "Hm", "calls": []},
+        "content": {"content": "I a", "reasoning": "Hm, hm.", "calls": []},
+        "calls": {"content": "I ask now.", "reasoning": "Hm, hm.", "calls": [("weather", '{"city": "K')]},
+    }[place]
+    for step in (1, 3):
+        with running(encoder, Scripted(lambda request: ids[:end], step=step, last=Finish.STRING)) as server:
+            message, finish = _whole(server, stop=[word])
+            assert (as_told(message), finish) == (before, "stop")
+            assert _in_pieces(server, stop=[word]) == (before, "stop")
+
+
+def test_a_stop_string_behind_a_call_leaves_the_call(encoder: Encoder) -> None:
+    ids = emitted(ANSWERS["calls"], encoder)
+    end = next(n for n in range(len(ids)) if "</tool_call>\n" in encoder.tokenizer.decode(ids[:n]))
+    with running(encoder, Scripted(lambda request: ids[:end], last=Finish.STRING)) as server:
+        told = {**expected(ANSWERS["calls"]), "calls": expected(ANSWERS["calls"])["calls"][:1]}
+        assert _in_pieces(server, stop="</tool_call>\n") == (told, "tool_calls")
+        assert as_told(_whole(server, stop="</tool_call>\n")[0]) == told
+
+
 def _accumulated(server: Running) -> tuple[dict[str, Any], str]:
     """As the client itself puts a stream together. The arguments of a call come in pieces, behind its name."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0) as client:
@@ -88,16 +117,16 @@ def _accumulated(server: Running) -> tuple[dict[str, Any], str]:
     return as_told(choice.message), choice.finish_reason
 
 
-def _whole(server: Running) -> tuple[Any, str]:
+def _whole(server: Running, **more: Any) -> tuple[Any, str]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0) as client:
-        choice = client.chat.completions.create(model="tiny", messages=ASKED, tools=TOOLS).choices[0]  # type: ignore[call-overload]
+        choice = client.chat.completions.create(model="tiny", messages=ASKED, tools=TOOLS, **more).choices[0]  # type: ignore[call-overload]
         return choice.message, choice.finish_reason
 
 
-def _in_pieces(server: Running) -> tuple[dict[str, Any], str]:
+def _in_pieces(server: Running, **more: Any) -> tuple[dict[str, Any], str]:
     found: dict[str, Any] = {"content": "", "reasoning": "", "calls": {}}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0) as client:
-        stream = client.chat.completions.create(model="tiny", messages=ASKED, tools=TOOLS, stream=True)  # type: ignore[call-overload]
+        stream = client.chat.completions.create(model="tiny", messages=ASKED, tools=TOOLS, stream=True, **more)  # type: ignore[call-overload]
         for piece in stream:
             (choice,) = piece.choices
             told = as_told(choice.delta)

@@ -269,6 +269,8 @@ class ReplyScanner:
                     return False
         if not begun.is_signed and not begun.is_told:
             return self._fail()
+        if is_final and _after_blank(self._buffer, self._place) == len(self._buffer):
+            self._place = len(self._buffer)  # the reply was cut off before what ends a call
         self._take(Edge(self._state, "", Field.CONTENT))  # words that no template writes behind a call
         return True
 
