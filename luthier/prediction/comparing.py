@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
@@ -12,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
+import regex
 
 from luthier.check.show.html import render
 from luthier.errors import UserError
@@ -27,7 +27,7 @@ MOST_NAMED = 3  # of the questions that differ
 MOST_SHOWN = 2000  # pairs on a page, which a browser still opens at once
 _RANK = {"worse": 0, "better": 1, "equal": 2, "": 2}
 MOST_WORDS = 2000  # of two answers whose differing words are marked
-_WORD = re.compile(r"\s+|\w+|[^\w\s]")
+_WORD = regex.compile(r"\s+|\w+|\X")  # \X: a character as it is seen, with the marks on it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,8 +246,9 @@ def differing_words(a: str, b: str) -> tuple[list[tuple[str, bool]], list[tuple[
 
 
 def _words(text: str) -> list[str]:
-    """Words, blanks and single marks, which together are the text; letters alone where a script has no blanks."""
-    return [each for word in _WORD.findall(text) for each in (word if any(map(is_unspaced, word)) else [word])]
+    """Words, blanks and single characters, which together are the text; letters alone where a script has no blanks."""
+    words = _WORD.findall(text)
+    return [each for word in words for each in (regex.findall(r"\X", word) if any(map(is_unspaced, word)) else [word])]
 
 
 def comparison_page(found: PredictionComparison) -> str:
@@ -255,15 +256,17 @@ def comparison_page(found: PredictionComparison) -> str:
     judged = [one for one in found.metrics if one.better is not None]
     names = [one.name for one in judged]
     # those of which the first metrics say most come first, and of those that are left out the fewest differ
-    order = sorted(found.pairs, key=_shown_first)
+    shown = sorted(found.pairs, key=_shown_first)[:MOST_SHOWN]
+    looks = [_looks(pair, names) for pair in shown]
     return render(
         "compare.html.jinja",
         found=found,
         judged=judged,
         shown=[
-            (pair, *differing_words(printable(pair.a), printable(pair.b)), _looks(pair, names))
-            for pair in order[:MOST_SHOWN]
+            (pair, *differing_words(printable(pair.a), printable(pair.b)), look)
+            for pair, look in zip(shown, looks, strict=True)
         ],
+        filled={one for look in looks for one in look.split()},
     )
 
 

@@ -48,13 +48,16 @@ def answers(*right: bool) -> list[Answer]:
     return [(f"question {n}", f"answer {n}", f"answer {n}" if one else f"no {n}") for n, one in enumerate(right)]
 
 
-def test_the_page_says_so_where_a_filter_leaves_nothing(tmp_path: Path) -> None:
+def test_the_page_says_so_where_a_filter_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = prediction(tmp_path / "a", answers(True, True))
     b = prediction(tmp_path / "b", answers(True, False))
     page = comparison_page(compare(a, b, metrics=["contains", "exact"]))
     assert re.findall(r'<p class="none (\S+)"', page) == ["none-0-better", "none-1-better"]
     alike = comparison_page(compare(a, a, metrics=["exact"]))
     assert re.findall(r'<p class="none (\S+)"', alike) == ["none-0-better", "none-0-worse", "none-different"]
+    monkeypatch.setattr("luthier.prediction.comparing.MOST_SHOWN", 1)
+    cut = comparison_page(compare(a, b, metrics=["exact"]))
+    assert re.findall(r'<p class="none (\S+)">All answers on this page', cut) == ["none-same"]
 
 
 def test_what_is_better_worse_and_equal_adds_up_to_the_difference(tmp_path: Path) -> None:
@@ -139,6 +142,8 @@ def test_a_question_that_one_has_not_answered_is_left_out_of_both(tmp_path: Path
         ("a big cat", "a small cat", ["big"], ["small"]),
         ("同じ猫", "同じ犬", ["猫"], ["犬"]),
         ("", "new", [], ["new"]),
+        ("हिन्दी 🇩🇪 👨‍👩‍👧", "हिन्दु 🇩🇰 👨‍👩‍👦", ["हिन्दी", "🇩🇪", "👨‍👩‍👧"], ["हिन्दु", "🇩🇰", "👨‍👩‍👦"]),
+        ("ที่นี่", "ที่นั่น", ["นี่"], ["นั่น"]),
         ("same", "same", [], []),
         ("x " * 3000, "y", ["x " * 3000], ["y"]),
     ],
