@@ -163,6 +163,7 @@ def test_the_page_shows_texts_as_texts_and_needs_nothing_else(tmp_path: Path) ->
     b = prediction(tmp_path / "b", [(attack, attack, f"right {attack}"), *answers(False, True)])
     page = comparison_page(compare(a, b))
     assert "<script" not in page and "\u202e" not in page and "&lt;script&gt;" in page
+    assert re.search(r"\nbody \{[^}]*overflow-wrap", page), "a long path or word makes no page wider than a phone"
     assert not re.search(r"https?://|src=|href=|@import|url\(", page)
     assert page.count("<article") == 3 and page.count("<mark>") >= 3
     assert 'class="different m0-worse' in page and 'class="different m0-better' in page
