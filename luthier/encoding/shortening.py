@@ -119,7 +119,9 @@ class Shortener:
             own = max((turn for turn, start in enumerate(starts) if start <= answer), default=0)
             try:
                 cut_at = partial(_cut, row, policy, head=head, answers=[answer], starts=starts)
-                first, _ = self._longest_that_fits(cut_at, first, own)
+                # A long thought may have cost the answer before turns that this one sees, for it sees no thought.
+                sees_more = first > 0 and self._fitting(cut_at(first - 1)) is not None
+                first, _ = self._longest_that_fits(cut_at, 0 if sees_more else first, first - 1 if sees_more else own)
                 chosen.append((first, answer))
             except RowDropped as error:
                 lost += error.reason == STILL_TOO_LONG  # else it is before any question, and nothing is learned of it
@@ -147,17 +149,18 @@ class Shortener:
         low, high = first, last
         while low < high:  # a shorter prompt has fewer tokens
             middle = (low + high) // 2
-            try:
-                tried = shorter(middle)
-                sample = self._encoded(tried)
-                fits = longest_learned(sample) <= self.max_length
-            except RowError:  # the template does not take a conversation that begins there
-                fits = False
-            if fits:
-                high, best = middle, (middle, (tried, sample))
+            if (fitting := self._fitting(shorter(middle))) is not None:
+                high, best = middle, (middle, fitting)
             else:
                 low = middle + 1
         return best
+
+    def _fitting(self, shorter: ShorterRow) -> tuple[ShorterRow, Sample] | None:
+        try:
+            sample = self._encoded(shorter)
+        except RowError:  # the template does not take a conversation that begins there
+            return None
+        return (shorter, sample) if longest_learned(sample) <= self.max_length else None
 
     def _encoded(self, shorter: ShorterRow) -> Sample:
         outcome = next(iter(self.encode([shorter.row], shorter.policy)))

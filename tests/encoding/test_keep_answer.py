@@ -148,6 +148,39 @@ def test_as_few_turns_go_as_will_do(tmp_path: Path) -> None:
         assert ours.split("<|im_start|>user\n")[1].startswith(messages[first].text), (answer, lengths)
 
 
+def test_an_answer_behind_a_long_thought_sees_the_turns_that_the_thought_did_not_leave_room_for(tmp_path: Path) -> None:
+    thought = said("assistant", "short", reasoning_content="so, " * 24)
+    row = {
+        "messages": [*turns(4, seed=1), said("user", "think"), thought, said("user", "and"), said("assistant", "ok")]
+    }
+    config = config_of(tmp_path, [row])
+    encoder, (sample,) = encoded(config)
+    (of_thought,) = [text for text, answers in learned(sample, encoder) if "short" in answers]
+    (of_last,) = [text for text, answers in learned(sample, encoder) if "ok" in answers]
+    messages = _record(config).messages
+    plain = replace(encoder, keep_answer_within=None)
+    for text, end in ((of_thought, 10), (of_last, 12)):
+        fitting = [
+            start
+            for start in range(0, end, 2)
+            if longest_learned(plain.encode(_last_learned(messages[start:end]))) <= LIMIT
+        ]
+        assert text.split("<|im_start|>user\n")[1].startswith(messages[fitting[0]].text), (text, fitting)
+    assert of_last.count("question") > of_thought.count("question") and verify(config).ok
+
+
+@pytest.mark.parametrize("tail", [[], [said("assistant", "answer " * 40, train=False)]])
+def test_what_comes_behind_the_last_learned_answer_is_left_out_where_it_is_too_long(
+    tail: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, [{"messages": [*turns(1), said("user", "more " * 100), *tail]}])
+    encoder, (sample,) = encoded(config)
+    ((text, answers),) = learned(sample, encoder)
+    assert answers.startswith("answer 0") and answers in text and "more" not in text
+    report = verify(config)
+    assert report.ok, [str(one) for row in report.failed_rows for one in row.violations]
+
+
 def _last_learned(messages: tuple[Message, ...]) -> Conversation:
     return Conversation(messages=messages, train_on="last_assistant")
 

@@ -127,8 +127,9 @@ class RowVerifier:
                 said = row_policy(row, self._need_template(), self.policy)
                 answers = sorted({*said.turns, *said.passed})
                 conversation = as_ruled(row, self._need_template(), self.policy)
-                fit = (judge.fits(token_runs.only(conversation, [answer])) for answer in answers)
-                if said.everything or said.asked or all(fit):
+                alone = (token_runs.only(conversation, [answer]) for answer in answers)
+                # What follows the last answer that is learned may be what is too long.
+                if said.everything or said.asked or all(map(judge.fits, (conversation, *alone))):
                     return None
                 shorter, trees = judge.shorter_conversations(conversation, answers), token_runs.trees_of(sample)
                 if len(shorter) != len(trees):

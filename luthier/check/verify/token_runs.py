@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 
 import numpy as np
 
@@ -344,14 +344,12 @@ class LengthJudge:
     def shorter_conversations(self, row: Conversation, answers: Sequence[int]) -> list[Conversation]:
         """The conversations that ``answers`` of a row should be learned in, those with the same first turn together."""
         head, starts = _turns(row.messages)
-        place, chosen = 0, []
+        chosen = []
         for answer in answers:
             last = max((turn for turn, start in enumerate(starts) if start <= answer), default=0)
-            fitting = (t for t in range(place, last + 1) if self.fits(_from_turn(row, head, starts[t], [answer])))
-            found = next(fitting, None)
-            if found is not None:
-                place = found
-                chosen.append((found, answer))
+            rows = ((turn, _from_turn(row, head, starts[turn], [answer])) for turn in range(last, -1, -1))
+            fitting = [turn for turn, _ in takewhile(lambda each: self.fits(each[1]), rows)]
+            chosen += [(fitting[-1], answer)] if fitting else []
         return [
             _from_turn(row, head, starts[turn], [answer for _, answer in some])
             for turn, some in groupby(chosen, key=lambda pair: pair[0])
