@@ -10,7 +10,7 @@ from luthier.config.inputs import SourceConfig
 from luthier.errors import SourceError
 from luthier.records import TargetRule
 from luthier.sources.formats.layout import TAG_NAMES, Layout, build_tags
-from luthier.sources.formats.table import COLUMN_ALIASES, FORMATS, FormatRule, column_names
+from luthier.sources.formats.table import COLUMN_ALIASES, FORMATS, SAY_WHAT_IS_LEARNED, FormatRule, column_names
 from luthier.writing import counted
 
 NUM_ROWS_SEEN = 100  # enough for columns that only some rows have, cheap for rows of megabytes
@@ -43,6 +43,9 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, object]]) ->
         _check_tokens(config)
     rule = FORMATS[kind]
     columns = _resolve_columns(rule, given_columns, seen)
+    train_on = None if config.train_on is None else str(config.train_on)
+    if kind is Format.TOKENS and not {columns.get(name) for name in SAY_WHAT_IS_LEARNED} & set(seen):
+        train_on = "all"  # the source names the format, and none of its rows says what is learned
     role, content = rule.role_key, rule.content_key
     if kind in _EITHER_STYLE and _is_from_value(rows, columns.values()):
         role, content = "from", "value"
@@ -50,7 +53,7 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, object]]) ->
         format=kind,
         columns=columns,
         tags=build_tags(given_tags, role=role, content=content, thinking=_thinking_tags(config)),
-        train_on=None if config.train_on is None else str(config.train_on),
+        train_on=train_on,
         rules=tuple(TargetRule(**rule.model_dump()) for rule in config.targets),
         media_root=None if config.media_root is None else str(config.media_root),
         rendered=config.rendered,

@@ -71,9 +71,10 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
             "attention_mask": [0, 0, *[1] * 6, 0],
             "position_ids": [0, 0, *range(6), 0],
         },
-        {"input_ids": IDS, "completion_mask": [0, 0, 0, 1, 1, 1.0]},
+        {"input_ids": IDS, "completion_mask": [0, 0, 0, 1, 1, 1.0], "assistant_masks": [0, 0, 0, 1, 1, 1]},
+        {**ROW, "seq_lengths": [6]},
     ],
-    ids=["labels", "loss_mask", "both", "unpadded", "padded", "trl"],
+    ids=["labels", "loss_mask", "both", "unpadded", "padded", "trl", "one sequence"],
 )
 def test_the_ids_without_padding_are_the_sample(row: dict[str, Any], tokenizer: Any) -> None:
     sample = luthier.encode(row, tokenizer)
@@ -100,7 +101,10 @@ def test_the_ids_without_padding_are_the_sample(row: dict[str, Any], tokenizer: 
         ({"attention_mask": [1, 1, 1, 1, 1, 0]}, "bad_attention_mask"),
         ({"attention_mask": [0] * 6}, "empty"),
         ({"attention_mask": [1] * 5}, "lengths_differ"),
+        ({"completion_mask": [0, 0, 0, 1, 1, 1], "assistant_masks": [0, 0, 0, 0, 0, 1]}, "bad_labels"),
+        ({"assistant_masks": [0, 0, 0, 1, 1, 2]}, "bad_loss_mask"),
         ({"position_ids": [0, 1, 2, 0, 1, 2]}, "packed_row"),
+        ({"seq_lengths": [3, 3]}, "packed_row"),
         ({"input_ids": []}, "empty"),
         ({"input_ids": [*IDS[:5], 1.5]}, "bad_input_ids"),
         ({"input_ids": [*IDS[:5], True]}, "bad_input_ids"),
@@ -178,6 +182,18 @@ def test_ids_without_a_word_on_what_is_learned_are_learned_whole_where_the_forma
     refused = config.data.train[0].model_copy(update={"train_on": "all"})
     with pytest.raises(SourceError, match="train_on"):
         open_sources([refused], seed=0)
+
+
+@pytest.mark.parametrize("named", [{}, {"format": "tokens"}])
+@pytest.mark.parametrize("silent", [{"input_ids": IDS}, {"input_ids": IDS, "labels": None}])
+def test_a_row_that_does_not_say_what_is_learned_is_refused_where_others_do(
+    silent: dict[str, Any], named: dict[str, str], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "rows.jsonl", ROW, silent, MASKED)
+    config = config_of(tmp_path, [{"path": str(path), **named}])
+    prepared = prepare(config, Encoder.from_config(config)).train
+    assert dict(prepared.ledger.quarantined) == {"missing_column": 1} and prepared.ledger.prepared == 2
+    assert [int(prepared[row].target.sum()) for row in range(2)] == [3, 3]
 
 
 def test_bad_rows_are_counted_and_the_others_are_verified_as_far_as_that_goes(tmp_path: Path) -> None:

@@ -204,13 +204,16 @@ def _common_prefix(first: list[Message], second: list[Message]) -> int:
 
 
 Mask = NDArray[np.bool_]
+LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks")  # the last two are TRL's
+SAY_WHAT_IS_LEARNED = ("labels", *LOSS_MASKS)  # columns of rows of ids
 
 
 def convert_tokens(reading: Reading) -> Tokenized:
     """The ids without their padding, and which of them are learned: those whose label is the id itself, or whose
-    ``loss_mask`` is 1; all of them, where the row has neither column.
+    ``loss_mask`` is 1; all of them, where no row of the source has either column.
 
-    Raises `RowError` for columns that are no lists of numbers, have several lengths, or contradict each other.
+    Raises `RowError` for columns that are no lists of numbers, have several lengths, or contradict each other, and
+    where a row does not say what is learned and others do.
     """
     if not reading.has("input_ids"):
         raise reading.missing("input_ids")
@@ -218,7 +221,7 @@ def convert_tokens(reading: Reading) -> Tokenized:
     kept = _without_padding(reading, len(ids))
     target = _targets(reading, ids)
     num_lost = int(np.count_nonzero(target)) - int(np.count_nonzero(target[kept]))
-    if num_lost and (reading.has("labels") or reading.has("loss_mask")):
+    if num_lost and any(map(reading.has, SAY_WHAT_IS_LEARNED)):
         what = f"{counted(num_lost, 'token is', 'tokens are')} learned that the mask calls padding"
         raise RowError("bad_attention_mask", what, field=reading.field("attention_mask"))
     _refuse_several(reading, len(ids), kept)
@@ -227,15 +230,16 @@ def convert_tokens(reading: Reading) -> Tokenized:
 
 def _targets(reading: Reading, ids: Ints) -> Mask:
     """Which ids are learned."""
-    found: list[Mask] = []
-    if reading.has("labels"):
-        found.append(_learned_by_labels(reading, ids))
-    if reading.has("loss_mask"):
-        found.append(_mask(reading, "loss_mask", len(ids)))
-    if len(found) == 2 and (found[0] != found[1]).any():
-        place = int((found[0] != found[1]).argmax())
-        what = f"labels and loss_mask contradict each other at token {place}: leave one of the two columns out"
-        raise RowError("bad_labels", what, field=reading.field("labels"))
+    said = [name for name in SAY_WHAT_IS_LEARNED if reading.has(name)]
+    if not said and reading.layout.train_on != "all":
+        raise reading.missing("labels", "loss_mask")
+    found = [_learned_by_labels(reading, ids) if name == "labels" else _mask(reading, name, len(ids)) for name in said]
+    for name, other in zip(said[1:], found[1:], strict=True):
+        if (found[0] != other).any():
+            place = int((found[0] != other).argmax())
+            both = f"{reading.field(said[0])} and {reading.field(name)}"
+            what = f"{both} contradict each other at token {place}: leave one of the two columns out"
+            raise RowError("bad_labels", what, field=reading.field(said[0]))
     everything: Mask = np.ones(len(ids), dtype=np.bool_)
     return found[0] if found else everything
 
@@ -276,7 +280,12 @@ def _without_padding(reading: Reading, length: int) -> slice:
 
 
 def _refuse_several(reading: Reading, length: int, kept: slice) -> None:
-    """Raise `RowError` where ``position_ids`` begin anew: several sequences were packed into one row."""
+    """Raise `RowError` where ``position_ids`` begin anew, or there are several lengths (TRL's ``seq_lengths``): several
+    sequences were packed into one row."""
+    parts = reading.column("seq_lengths")
+    if type(parts) is list and len(parts) > 1:
+        what = f"the row holds {counted(len(parts), 'sequence')}: make a row of each (packing is done in training)"
+        raise RowError("packed_row", what, field=reading.field("seq_lengths"))
     if not reading.has("position_ids"):
         return
     steps = np.diff(_numbers(reading, "position_ids", length)[kept])
@@ -293,7 +302,7 @@ def _mask(reading: Reading, name: str, length: int) -> Mask:
     odd = [value for value in values if type(value) not in (int, bool, float) or value not in (0, 1)]
     if odd:
         what = f"a mask has 0 and 1 (or false and true), not {str(odd[0])[:40]!r}"
-        raise RowError(f"bad_{name}", what, field=reading.field(name))
+        raise RowError(_bad(name), what, field=reading.field(name))
     mask: Mask = np.array(values, dtype=np.bool_)
     return mask
 
@@ -312,10 +321,14 @@ def _numbers(reading: Reading, name: str, length: int | None = None) -> Ints:
         raise RowError(f"bad_{name}", what, field=reading.field(name)) from None
 
 
+def _bad(name: str) -> str:
+    return f"bad_{'loss_mask' if name in LOSS_MASKS else name}"
+
+
 def _list(reading: Reading, name: str, length: int | None) -> list[object]:
     value, field = reading.column(name), reading.field(name)
     if type(value) is not list:
-        raise RowError(f"bad_{name}", f"a list of numbers is needed, not a JSON {json_kind(value)}", field=field)
+        raise RowError(_bad(name), f"a list of numbers is needed, not a JSON {json_kind(value)}", field=field)
     if length is not None and len(value) != length:
         what = f"{counted(len(value), 'entry', 'entries')}, and {reading.field('input_ids')} has {length}"
         raise RowError("lengths_differ", what, field=field)
@@ -436,12 +449,13 @@ _ROWS: Mapping[str, FormatRule] = {
         columns={
             "input_ids": ("input_ids",),
             "labels": ("labels",),
-            "loss_mask": ("loss_mask", "completion_mask", "assistant_masks"),
+            **{name: (name,) for name in LOSS_MASKS},
             "attention_mask": ("attention_mask",),
             "position_ids": ("position_ids",),
+            "seq_lengths": ("seq_lengths",),
             **_WEIGHT,
         },
-        needs=(("input_ids", "labels"), ("input_ids", "loss_mask")),
+        needs=tuple(("input_ids", name) for name in SAY_WHAT_IS_LEARNED),
         convert=convert_tokens,
     ),
 }
