@@ -2,12 +2,14 @@
 
 Short prompts are those of ``preset:preferences``, answered by the model of ``examples/preferences_sft.yaml``, which
 stops where an answer ends. All others are answered by a model with random weights, which hardly ever stops by itself.
-Luthier takes the long steps with each prompt beside each of its answers in a padded batch, too. Each run is a process
-of its own; CPU-seconds of one thread, medians of the steps after the first. *Learning* is all of a step that is not
-drawing, the bookkeeping with it. Memory is the most that a process had above model and rows.
-After that, drawing alone: `LocalEngine` and transformers' ``generate``, both with log-probabilities; and answers drawn
-in batches of several sizes and orders, which have to be the same. Where one is not, its draw has to be a tie: the
-uniform number is as near to where two tokens meet as rounding of their probabilities is.
+Luthier takes the long steps with each prompt beside each of its answers in a padded batch, too. TRL learns from eight
+answers at a time, its default, and from all of a short step at once. Each run is a process of its own; CPU-seconds of
+one thread, medians of the steps after the first. *Learning* is all of a step that is not drawing, the bookkeeping with
+it. Memory is the most that a process had above model and rows.
+After that, drawing alone: `LocalEngine` and transformers' ``generate``, both with log-probabilities and as many rows at
+a time as there are answers; and answers drawn in batches of several sizes and orders, which have to be the same. Where
+one is not, its draw has to be a tie: the uniform number is as near to where two tokens meet as rounding of their
+probabilities is.
 
 python -m benchmarks.rl [--only NAME …] [--steps N] [--model FOLDER] [--peers VENV …]
 
@@ -51,7 +53,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "Luthier, shared": {"packing": "best_fit", "per_device_train_batch_size": 1},
     "Luthier, padded": {"packing": "none", "per_device_train_batch_size": 8},
 }
-TRL = "TRL"
+TRL: dict[str, int] = {"TRL, eights": 8, "TRL, whole": 0}  # answers that it learns from at a time; 0: all of a step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +66,7 @@ class Contest:
     new_tokens: int
     words: int = 0
     vocab_size: int = 2048
-    tools: tuple[str, ...] = ("Luthier, shared", TRL)
+    tools: tuple[str, ...] = ("Luthier, shared", *TRL)
 
     @property
     def per_step(self) -> int:
@@ -75,9 +77,17 @@ class Contest:
 CONTESTS = (
     Contest(name="short-8", prompts=16, answers=8, new_tokens=24),
     Contest(name="short-16", prompts=16, answers=16, new_tokens=24),
-    Contest(name="long-8", prompts=4, answers=8, new_tokens=64, words=450, tools=(*LAYOUTS, TRL)),
-    Contest(name="long-16", prompts=4, answers=16, new_tokens=64, words=450, tools=(*LAYOUTS, TRL)),
-    Contest(name="memory", prompts=1, answers=16, new_tokens=256, words=60, vocab_size=VOCAB_SIZE),
+    Contest(name="long-8", prompts=4, answers=8, new_tokens=64, words=450, tools=(*LAYOUTS, "TRL, eights")),
+    Contest(name="long-16", prompts=4, answers=16, new_tokens=64, words=450, tools=(*LAYOUTS, "TRL, eights")),
+    Contest(
+        name="memory",
+        prompts=1,
+        answers=16,
+        new_tokens=256,
+        words=60,
+        vocab_size=VOCAB_SIZE,
+        tools=("Luthier, shared", "TRL, eights"),
+    ),
 )
 
 
@@ -105,7 +115,7 @@ def main() -> None:
             model = policy(folder / "model", contest.vocab_size) if contest.words else options.model.resolve()
             Console(width=130).print(hold(contest, folder, model, options.steps, peer))
     if not options.only or "drawing" in options.only:
-        Console(width=130).print(drawing_alone())
+        Console(width=130).print(drawing_alone(options.model))
     if (not options.only or "batches" in options.only) and options.model.is_dir():
         Console(width=130).print(in_any_batch(options.model))
 
@@ -115,8 +125,8 @@ def hold(contest: Contest, folder: Path, model: Path, steps: int, peer: Path | N
     rows = write_rows(folder / "rows.jsonl", itertools.islice(questions(contest), contest.prompts * steps))
     found: dict[str, dict[str, Any]] = {}
     for name in contest.tools:
-        if name == TRL and peer is None:
-            print("left out: TRL, which is not installed")
+        if name in TRL and peer is None:
+            print(f"left out: {name}, which is not installed")
             continue
         found[name] = measured(contest, name, folder, steps, rows, model, peer)
     table = Table(
@@ -142,13 +152,14 @@ def measured(
     out = folder / name.replace(", ", "-")
     job = {
         "rows": str(rows), "model": str(model), "output": str(out), "threads": 1, "steps": steps,
-        "prompts": contest.prompts, "answers": contest.answers, "new_tokens": contest.new_tokens, "rows_per_batch": 8,
+        "prompts": contest.prompts, "answers": contest.answers, "new_tokens": contest.new_tokens,
+        "rows_per_batch": TRL.get(name) or contest.per_step,
     }  # fmt: skip
-    if name != TRL:
+    if name in LAYOUTS:
         job["run"] = description(contest, rows, model, out, steps, LAYOUTS[name])
     file = folder / f"{out.name}.json"
     file.write_text(json.dumps(job), encoding="utf-8")
-    python, script = (peer, "trl_rl.py") if name == TRL else (python_with("luthier", []), "luthier_rl.py")
+    python, script = (peer, "trl_rl.py") if name in TRL else (python_with("luthier", []), "luthier_rl.py")
     assert python is not None
     facts = json.loads(run([python, SCRIPTS / script, file], env=QUIET).last_line)
     first = min(1, steps - 1)
@@ -212,41 +223,71 @@ def description(
     }
 
 
-def drawing_alone() -> Table:
-    """CPU-seconds of drawing the answers of a step: ours, and by transformers, each the median of three rounds."""
+def drawing_alone(short: Path) -> Table:
+    """CPU-seconds of drawing the answers of a step: ours, and by transformers, each the median of three rounds.
+
+    ``short`` is the model that answers short prompts; where it is not there, they are left out.
+    """
     table = Table(
-        "answers", "top_p", "generate", "LocalEngine", "ours is", title="drawing alone, CPU-seconds", box=None
+        "prompts",
+        "answers",
+        "top_p",
+        "generate",
+        "LocalEngine",
+        "ours is",
+        title="drawing alone, CPU-seconds",
+        box=None,
     )
     with tempfile.TemporaryDirectory() as scratch:
-        folder = policy(Path(scratch) / "model", 2048)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    for answers, top_p in ((8, 1.0), (16, 1.0), (8, 0.9)):
-        ours, theirs = drawing_costs(model, answers, top_p)
-        table.add_row(str(answers), str(top_p), f"{theirs:.2f}", f"{ours:.2f}", f"{theirs / ours:.1f}x")
+        random_model = AutoModelForCausalLM.from_pretrained(policy(Path(scratch) / "model", 2048), dtype=torch.float32)
+    long = list(np.random.default_rng(0).integers(10, 2000, (4, 512)).astype(np.int32))
+    told = [(random_model, long, answers, top_p, 64) for answers, top_p in ((8, 1.0), (16, 1.0), (8, 0.9))]
+    if short.is_dir():
+        model, library = (
+            AutoModelForCausalLM.from_pretrained(short, dtype=torch.float32),
+            AutoTokenizer.from_pretrained(short),
+        )
+        asked = [
+            np.array(
+                library.apply_chat_template(pair["prompt"], add_generation_prompt=True, return_dict=False), np.int32
+            )
+            for pair in short_pairs(64)
+        ]
+        told += [(model, asked[:prompts], answers, 1.0, 24) for prompts, answers in ((16, 8), (64, 8), (16, 16))]
+    for model, prompts, answers, top_p, new_tokens in told:
+        ours, theirs = drawing_costs(model.eval(), prompts, answers, top_p, new_tokens)
+        cells = (str(len(prompts)), str(answers), str(top_p), f"{theirs:.3f}", f"{ours:.3f}", f"{theirs / ours:.1f}x")
+        table.add_row(*cells)
     return table
 
 
-def drawing_costs(model: Any, answers: int, top_p: float) -> tuple[float, float]:
-    """Ours and theirs, of four prompts of 512 tokens and answers of 64."""
+def drawing_costs(
+    model: Any, prompts: Sequence[Any], answers: int, top_p: float, new_tokens: int
+) -> tuple[float, float]:
+    """Ours and theirs, of ``answers`` to each of the prompts, int32[T] each."""
     tokenizer = load_tokenizer("preset:tiny-qwen3")
-    prompts = np.random.default_rng(0).integers(10, 2000, (4, 512)).astype(np.int32)
-    engine = LocalEngine(model, tokenizer, batch_size=64)
-    settings = GenerateConfig(do_sample=True, temperature=1.0, top_p=top_p, max_new_tokens=64, seed=0)
+    engine = LocalEngine(model, tokenizer, batch_size=len(prompts) * answers)
+    settings = GenerateConfig(do_sample=True, temperature=1.0, top_p=top_p, max_new_tokens=new_tokens, seed=0)
     requests = [
         Request(prompt=prompt, settings=settings, key=key, num_samples=answers) for key, prompt in enumerate(prompts)
     ]
     theirs = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=top_p, max_new_tokens=64, num_return_sequences=answers,
+        do_sample=True, temperature=1.0, top_k=0, top_p=top_p, max_new_tokens=new_tokens, num_return_sequences=answers,
         eos_token_id=list(tokenizer.stop_token_ids), pad_token_id=tokenizer.pad_token_id, output_logits=True,
         return_dict_in_generate=True, use_cache=True,
     )  # fmt: skip
-    inputs = torch.from_numpy(prompts.astype(np.int64))
+    width = max(map(len, prompts))
+    ids_BT = torch.full((len(prompts), width), tokenizer.pad_token_id)
+    mask_BT = torch.zeros_like(ids_BT)
+    for row, prompt in enumerate(prompts):
+        ids_BT[row, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
+        mask_BT[row, width - len(prompt) :] = 1
 
     @torch.no_grad()
     def by_transformers() -> None:
-        found = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), generation_config=theirs)
+        found = model.generate(input_ids=ids_BT, attention_mask=mask_BT, generation_config=theirs)
         for place, logits in enumerate(found.logits):
-            logits.log_softmax(-1).gather(1, found.sequences[:, inputs.shape[1] + place, None])
+            logits.log_softmax(-1).gather(1, found.sequences[:, width + place, None])
 
     return median_of(lambda: list(engine.generate(requests))), median_of(by_transformers)
 

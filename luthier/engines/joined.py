@@ -46,11 +46,12 @@ class _EndAligned(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         """The tokens of the longest row."""
         return self.end - self.start
 
-    def join(self, keys_HTD: torch.Tensor, values_HTD: torch.Tensor) -> None:
-        """One more row, behind the others."""
+    def join(self, keys_HTD: torch.Tensor, values_HTD: torch.Tensor, *, rows: int, longest: int) -> None:
+        """One more row, behind the others; it is the first of ``rows`` that join together, of at most ``longest``
+        tokens."""
         length = keys_HTD.shape[1]
-        if self.keys is None or self.count == len(self.keys) or length > self.end:
-            self._move(max(length, self.end - self.start), self.count + 1, (keys_HTD, values_HTD))
+        if self.keys is None or self.count + rows > len(self.keys) or longest > self.end:
+            self._move(max(longest, self.end - self.start), self.count + rows, (keys_HTD, values_HTD))
         assert self.keys is not None and self.values is not None
         self.keys[self.count, :, self.end - length : self.end] = keys_HTD
         self.values[self.count, :, self.end - length : self.end] = values_HTD
@@ -94,14 +95,17 @@ class JoinedCache:
         self.lengths: list[int] = []
         self.cache: Cache | None = None
 
-    def join(self, prompts: Cache, row: int, length: int) -> None:
-        """One more row: the last ``length`` tokens of row ``row`` of what a model has read."""
-        if self.cache is None:
-            self.cache = Cache(layers=[_EndAligned() for _ in prompts.layers])
-        for layer, read in zip(self.cache.layers, prompts.layers, strict=True):
-            if read.keys is not None:  # layers may share those of others
-                layer.join(read.keys[row, :, -length:], read.values[row, :, -length:])
-        self.lengths.append(length)
+    def join(self, new: Sequence[tuple[Cache, int, int]]) -> None:
+        """More rows: of each what a model has read, a row of it, and how many tokens at its end are the new row's."""
+        longest = max((length for _, _, length in new), default=0)
+        for number, (prompts, row, length) in enumerate(new):
+            if self.cache is None:
+                self.cache = Cache(layers=[_EndAligned() for _ in prompts.layers])
+            for layer, read in zip(self.cache.layers, prompts.layers, strict=True):
+                if read.keys is not None:  # layers may share those of others
+                    keys_HTD, values_HTD = read.keys[row, :, -length:], read.values[row, :, -length:]
+                    layer.join(keys_HTD, values_HTD, rows=len(new) - number, longest=longest)
+            self.lengths.append(length)
 
     def leave(self, row: int) -> None:
         """Forget a row; the last one takes its place."""
@@ -181,10 +185,10 @@ def _trial(model: Any, rows: Sequence[Any]) -> list[torch.Tensor]:
     """The scores behind the last tokens of two rows, of which the second joins the first."""
     (first_T, second_T), (first, second), joined = rows, _TRIAL_PROMPTS, JoinedCache()
     cache, scores_1V = read_prompts(model, [first_T[:first]])
-    joined.join(cache, 0, first)
+    joined.join([(cache, 0, first)])
     found_first, found_second = [scores_1V[0], joined.read(model, first_T[first : first + 1])[0]], []
     cache, scores_1V = read_prompts(model, [second_T[:second]])
-    joined.join(cache, 0, second)
+    joined.join([(cache, 0, second)])
     found_second.append(scores_1V[0])
     for tokens in zip(first_T[first + 1 :], second_T[second:], strict=True):
         scores_BV = joined.read(model, tokens)

@@ -31,6 +31,7 @@ Likeliest = tuple[list[int], list[float]]
 
 logger = logging.getLogger(__name__)
 
+_TO_NEXT_PLACE = 2**192 - 1  # of the counter, whose lowest word was raised by the number drawn
 _FEW = 2048  # tokens of which most answers' next one is; sorting them is cheap
 
 
@@ -70,6 +71,7 @@ class BatchRow:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Finish | None = None
+    _drawn: list[float] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
@@ -157,9 +159,18 @@ class BatchRow:
 
         It is computed from `noise_key` and the place, by a counter-based generator.
         """
+        while len(self._drawn) <= position:
+            self._drawn.append((self._numbers.random_raw() >> 11) * 2.0**-53)
+            self._numbers.advance(_TO_NEXT_PLACE)
+        return self._drawn[position]
+
+    @cached_property
+    def _numbers(self) -> np.random.Philox:
+        """The generator, whose counter is (the number at a place, 0, the sample, the place)."""
         seed, request, sample = self.noise_key
-        key, counter = np.array([seed, request], np.uint64), np.array([0, 0, sample, position], np.uint64)
-        return float(np.random.Generator(np.random.Philox(key=key, counter=counter)).random())
+        return np.random.Philox(
+            key=np.array([seed, request], np.uint64), counter=np.array([0, 0, sample, 0], np.uint64)
+        )
 
 
 def advance(rows: Sequence[BatchRow], scores_BV: torch.Tensor, tokenizer: Tokenizer) -> list[int]:
@@ -172,9 +183,10 @@ def advance(rows: Sequence[BatchRow], scores_BV: torch.Tensor, tokenizer: Tokeni
     if not live:
         return tokens
     scores_BV = scores_BV[live].float() if len(live) < len(rows) else scores_BV.float()
-    chosen_B = scores_BV.argmax(-1)
+    chosen_B = torch.empty(len(live), dtype=torch.int64, device=scores_BV.device)
     for group in _groups([rows[number] for number in live]):
-        chosen_B[group] = _chosen([rows[live[number]] for number in group], scores_BV[group])
+        scores_GV = scores_BV if len(group) == len(live) else scores_BV[group]
+        chosen_B[group] = _chosen([rows[live[number]] for number in group], scores_GV)
     heats_B = [rows[number].heat for number in live]
     if any(heat != 1 for heat in heats_B):
         scores_BV = scores_BV / torch.tensor(heats_B, dtype=scores_BV.dtype, device=scores_BV.device)[:, None]
@@ -188,15 +200,13 @@ def advance(rows: Sequence[BatchRow], scores_BV: torch.Tensor, tokenizer: Tokeni
 
 
 def _groups(rows: Sequence[BatchRow]) -> list[list[int]]:
-    """Numbers of the rows whose token is not simply the likeliest: those with the same filters, which look at the
-    scores alone, together, and each whose penalties look at its text by itself."""
+    """Numbers of all rows: those with the same filters, which look at the scores alone, together, those whose token is
+    the likeliest together, and each whose penalties look at its text by itself."""
     found: dict[object, list[int]] = {}
     for number, row in enumerate(rows):
         told = row.settings
-        if row.penalties:
-            found[number, "alone"] = [number]
-        elif told.do_sample:
-            found.setdefault((told.temperature, told.top_k, told.top_p, told.min_p), []).append(number)
+        alike = (told.temperature, told.top_k, told.top_p, told.min_p) if told.do_sample else "likeliest"
+        found.setdefault((number, "alone") if row.penalties else alike, []).append(number)
     return list(found.values())
 
 

@@ -96,7 +96,7 @@ def test_the_cache_is_no_larger_than_its_rows_however_often_they_change(model: A
     with torch.no_grad():
         read, _ = read_prompts(model, [np.arange(40, dtype=np.int32)])
         for turn in range(500):
-            cache.join(read, 0, int(rng.integers(1, 40)))
+            cache.join([(read, 0, int(rng.integers(1, 40)))])
             if turn >= 4:
                 cache.leave(int(rng.integers(0, 5)))
             cache.read(model, [7] * len(cache.lengths))
