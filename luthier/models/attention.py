@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ _WITHOUT_EFFECT = {
     "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits", "past_key_values",
     "position_embeddings", "position_ids", "return_dict", "seq_idx", "use_cache",
 }  # fmt: skip
+_MOST_TOGETHER = 128  # tokens that attend in one call though they are of several stretches
 _LEAST_BLOCK = 128  # queries at a time under a sliding window; shorter blocks cost more in calls than they save
 
 
@@ -197,24 +199,76 @@ def _planned(
         torch.split(x if len(x) == 1 else x.transpose(0, 1).flatten(1, 2).unsqueeze(0), list(plan.lengths), dim=2)
         for x in (query, key, value)
     )
-    found: list[torch.Tensor | None] = []
-    for stretch, context in enumerate(plan.contexts):
-        if context is None:
-            found.append(None)
+    found: list[torch.Tensor] = []
+    for run in _runs(plan, rules.window, query.device):
+        if run.context is None:
+            num_tokens = sum(plan.lengths[i] for i in run.own)
+            found.append(value.new_zeros((1, num_tokens, num_heads, value.shape[-1])))
             continue
-        path = (*context, stretch)
-        path_keys = keys[stretch] if not context else torch.cat([keys[i] for i in path], dim=2)
-        path_values = values[stretch] if not context else torch.cat([values[i] for i in path], dim=2)
-        visible = _VisibleBlocks(plan.blocks_of(stretch, rules.window), whole=plan.reach is BlockReach.WHOLE)
-        seen = _attend_on_path(queries[stretch], path_keys, path_values, rules, visible)
+        run_query, run_key, run_value = (
+            x[places[0]] if len(places) == 1 else torch.cat([x[i] for i in places], dim=2)
+            for x, places in ((queries, run.own), (keys, (*run.context, *run.own)), (values, (*run.context, *run.own)))
+        )
+        if run.visible_nn is None:
+            visible = _VisibleBlocks(plan.blocks_of(run.own[0], rules.window), whole=plan.reach is BlockReach.WHOLE)
+            seen = _attend_on_path(run_query, run_key, run_value, rules, visible)
+        else:
+            before = run_key.shape[2] - run_query.shape[2]
+            seen = _attend(run_query, run_key, run_value, F.pad(run.visible_nn, (before, 0), value=True), rules)
         found.append(seen.transpose(1, 2))
-    like = next(each for each in found if each is not None)
-    shape = (1, -1, num_heads, value.shape[-1])
-    done = [
-        like.new_zeros((1, length, *shape[2:])) if each is None else each
-        for each, length in zip(found, plan.lengths, strict=True)
-    ]
-    return torch.cat(done, dim=1).view(num_rows, width, *shape[2:])
+    return torch.cat(found, dim=1).view(num_rows, width, num_heads, value.shape[-1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Run:
+    """Stretches that attend in one call, as a call costs more than the pairs that are computed in vain.
+
+    own         their numbers
+    context     the stretches before them that all of them see; None: padding
+    visible_nn  which of their tokens see which of them; None: it is one stretch
+    """
+
+    own: range
+    context: tuple[int, ...] | None
+    visible_nn: torch.Tensor | None
+
+
+@lru_cache(maxsize=4)
+def _runs(plan: AttentionPlan, window: int | None, device: torch.device) -> tuple[_Run, ...]:
+    """All stretches in order; those are together that `_attend_together`."""
+    runs: list[range] = []
+    for stretch in range(len(plan.lengths)):
+        if runs and _attend_together(plan, longer := range(runs[-1].start, stretch + 1), window):
+            runs[-1] = longer
+        else:
+            runs.append(range(stretch, stretch + 1))
+    return tuple(
+        _Run(
+            own=run,
+            context=plan.contexts[run.start],
+            visible_nn=_visible_within(plan, run).to(device) if len(run) > 1 else None,
+        )
+        for run in runs
+    )
+
+
+def _attend_together(plan: AttentionPlan, run: range, window: int | None) -> bool:
+    """Whether these stretches are few tokens, see the same before them, all of it, and have no blocks."""
+    paths = [plan.contexts[stretch] for stretch in run]
+    outside = {None if path is None else tuple(node for node in path if node < run.start) for path in paths}
+    if len(outside) > 1 or None in outside or any(plan.blocks_of(stretch, window) for stretch in run):
+        return False
+    num_tokens = sum(plan.lengths[stretch] for stretch in run)
+    num_keys = num_tokens + sum(plan.lengths[node] for node in paths[0] or ())
+    return num_tokens <= _MOST_TOGETHER and (window is None or num_keys <= window)
+
+
+def _visible_within(plan: AttentionPlan, run: range) -> torch.Tensor:
+    """bool[n, n]."""
+    paths = [(*(plan.contexts[stretch] or ()), stretch) for stretch in run]
+    sees = torch.tensor([[stretch in path for stretch in run] for path in paths])
+    lengths = torch.tensor([plan.lengths[stretch] for stretch in run])
+    return sees.repeat_interleave(lengths, 0).repeat_interleave(lengths, 1).tril()
 
 
 def _attend_on_path(

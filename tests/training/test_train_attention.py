@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from tiny_models import MODELS, WINDOW, tiny_model, tree
 from torch import nn
@@ -17,6 +20,7 @@ from transformers import LlamaForCausalLM
 from luthier.collation import collate_packs, collate_trees
 from luthier.errors import ModelError
 from luthier.layout.trees import tree_mask
+from luthier.models import attention
 from luthier.models.attention import (
     PLAN,
     SEGMENTS,
@@ -64,6 +68,7 @@ def gradients(model: nn.Module, logps_K: torch.Tensor) -> dict[str, torch.Tensor
 def ways(own: str) -> dict[str, tuple[str, list[Batch], Isolation]]:
     return {
         "shared, our attention": (SEGMENTS, SHARED, Isolation.SEGMENTS),
+        "shared, our attention, each stretch by itself": (SEGMENTS, SHARED, Isolation.SEGMENTS),
         "packed, our attention": (SEGMENTS, PACKED, Isolation.SEGMENTS),
         "padded, our attention": (SEGMENTS, PADDED, Isolation.SEGMENTS),
         "padded, our attention without a plan": (SEGMENTS, PADDED, Isolation.PADDED),
@@ -81,9 +86,11 @@ def test_every_layout_gives_the_log_probabilities_and_gradients_of_the_sequences
     expected_K = log_probabilities(model, ALONE, Isolation.PADDED)
     expected = gradients(model, expected_K)
     assert len(expected_K) == sum(batch.num_targets for batch in ALONE) == 33
-    for way, (attention, batches, isolation) in ways(own).items():
-        model.set_attn_implementation(attention)
-        found_K = log_probabilities(model, batches, isolation)
+    for way, (implementation, batches, isolation) in ways(own).items():
+        model.set_attn_implementation(implementation)
+        with mock.patch.object(attention, "_MOST_TOGETHER", 0 if "by itself" in way else 128):
+            attention._runs.cache_clear()
+            found_K = log_probabilities(model, batches, isolation)
         torch.testing.assert_close(found_K, expected_K, atol=1e-4, rtol=0, msg=lambda text, w=way: f"{w}: {text}")
         assert abs(float((found_K.sum() - expected_K.sum()).detach())) < 1e-3, way
         found = gradients(model, found_K)
@@ -149,6 +156,44 @@ def test_a_window_in_blocks_is_the_window_of_a_mask(length: int, window: int) ->
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2)
     found = attend(q, k, v, sliding_window=window, scaling=None, **{PLAN: plan})
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@given(st.data())
+def test_stretches_that_attend_together_see_what_each_sees_alone(data: st.DataObject) -> None:
+    row: list[Branch] = []
+    for number in range(data.draw(st.integers(1, 9), label="branches")):
+        parent = data.draw(st.integers(-1, number - 1), label="parent")
+        row.append(Branch(parent=parent, length=data.draw(st.integers(1, 40), label="length")))
+    window = data.draw(st.sampled_from([None, 3, 50, 200]), label="window")
+    size = sum(branch.length for branch in row)
+    width = size + data.draw(st.integers(0, 3), label="padding")
+    plan = plan_attention([row, row], width=width)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, width, 8), torch.randn(2, 2, width, 8), torch.randn(2, 2, width, 8)
+    seen = torch.from_numpy(tree_mask(row, width=width, window=window))
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2)
+    calls = {}
+    for most in (0, 60, 128):
+        with mock.patch.object(attention, "_MOST_TOGETHER", most):
+            attention._runs.cache_clear()
+            calls[most] = len(attention._runs(plan, window, q.device))
+            found = attend(q, k, v, sliding_window=window, scaling=None, **{PLAN: plan})
+        torch.testing.assert_close(found[:, :size], expected[:, :size], atol=1e-5, rtol=1e-5)
+        assert width == size or found[:, size:].abs().max() == 0
+    attention._runs.cache_clear()
+    assert calls[128] <= calls[60] <= calls[0] == len(plan.lengths)
+
+
+def test_few_tokens_attend_in_one_call() -> None:
+    """A question and its three answers of 30 tokens, once more, then a longer one whose answers are in pairs."""
+    short, long = [(-1, 20), (0, 30), (0, 30), (0, 30)], [(-1, 200), (0, 60), (0, 60), (0, 60)]
+    rows = [[Branch(parent=parent, length=length) for parent, length in tree] for tree in (short, short, long)]
+    plan = plan_attention([rows[0] + [Branch(parent=-1, length=10)], rows[1], rows[2]], width=380)
+    runs = attention._runs(plan, None, torch.device("cpu"))
+    of_two = [(run.own, run.context) for run in runs if len(run.own) > 1]
+    assert of_two == [(range(5), ()), (range(6, 10), ()), (range(12, 14), (11,))]
+    windowed = attention._runs(plan, 100, torch.device("cpu"))
+    assert [run.own for run in windowed if len(run.own) > 1] == [range(3), range(6, 9)]
 
 
 def test_padding_is_not_computed() -> None:
