@@ -297,10 +297,11 @@ class Rollouts:
         told.texts += texts
         told.refused |= {first + key: why for key, why in self.refused.items()}
         told.rounds.append(judged)
-        found: dict[str, list[KeptAnswer]] = {name_of(question): [] for question in questions}
+        names = [name_of(question) for question in questions]
+        found: dict[str, list[KeptAnswer]] = {name: [] for name in names}
         for place, total, values_F in zip(places, judged.total_N, judged.values_NF, strict=True):
             answer = KeptAnswer(answer=drawn[place], reward=float(total), values_F=values_F.tolist())
-            found[name_of(questions[place[0]])].append(answer)
+            found[names[place[0]]].append(answer)
         return found
 
     def _conclude(self, told: _AskedInStep, step: int) -> None:

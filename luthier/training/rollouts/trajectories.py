@@ -71,7 +71,8 @@ class Trajectory:
     @property
     def ids(self) -> Ids:
         """All that the model drew, int32[N]."""
-        return np.concatenate([call.completion.ids for call in self.calls])
+        first, *others = self.calls
+        return np.concatenate([call.completion.ids for call in self.calls]) if others else first.completion.ids
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
