@@ -220,7 +220,7 @@ def _planned(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Run:
+class _StretchRun:
     """Stretches that attend in one call, as a call costs more than the pairs that are computed in vain.
 
     own         their numbers
@@ -234,7 +234,7 @@ class _Run:
 
 
 @lru_cache(maxsize=4)
-def _runs(plan: AttentionPlan, window: int | None, device: torch.device) -> tuple[_Run, ...]:
+def _runs(plan: AttentionPlan, window: int | None, device: torch.device) -> tuple[_StretchRun, ...]:
     """All stretches in order; those are together that `_attend_together`."""
     runs: list[range] = []
     for stretch in range(len(plan.lengths)):
@@ -243,7 +243,7 @@ def _runs(plan: AttentionPlan, window: int | None, device: torch.device) -> tupl
         else:
             runs.append(range(stretch, stretch + 1))
     return tuple(
-        _Run(
+        _StretchRun(
             own=run,
             context=plan.contexts[run.start],
             visible_nn=_visible_within(plan, run).to(device) if len(run) > 1 else None,
