@@ -15,6 +15,8 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+from tests.conftest import HANG_SECONDS
+
 _SERVER = get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.programs_import"])
 
@@ -28,6 +30,20 @@ def start_program(
     process = _SERVER.Process(target=_run, args=(program, list(arguments), said, given, os.getcwd()))
     process.start()
     return process
+
+
+def run_program(
+    program: str | Path, arguments: Sequence[str], *, said: Path, environment: Mapping[str, str] | None = None
+) -> str:
+    """`start_program`, to its end, which must be a good one; gives all that it has printed."""
+    process = start_program(program, arguments, said=said, environment=environment)
+    process.join(HANG_SECONDS)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    printed = said.read_text(encoding="utf-8")
+    assert process.exitcode == 0, printed[-6000:]
+    return printed
 
 
 def _run(program: str | Path, arguments: list[str], said: Path, environment: dict[str, str], folder: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import luthier
 from tests.conftest import HANG_SECONDS
+from tests.programs import run_program
 from tests.public_surface import public_names, public_surface
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -233,14 +234,7 @@ def test_no_room_takes_the_name_of_a_function() -> None:
 def test_the_path_of_a_row_is_one_page_that_runs(tmp_path: Path) -> None:
     script = ROOT / "examples" / "path_of_a_row.py"
     assert len(script.read_text(encoding="utf-8").splitlines()) < 120
-    done = subprocess.run(
-        [sys.executable, str(script), "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "learned: 'Up the map.<|im_end|>Down, if <|im_end|> is text to you.<|im_end|>'" in done.stdout
-    (loss,) = re.findall(r"loss per target: ([\d.]+)", done.stdout)
+    printed = run_program(script, ["--out", str(tmp_path)], said=tmp_path / "said")
+    assert "learned: 'Up the map.<|im_end|>Down, if <|im_end|> is text to you.<|im_end|>'" in printed
+    (loss,) = re.findall(r"loss per target: ([\d.]+)", printed)
     assert 3 < float(loss) < 12  # of a model that knows nothing: about the log of its vocabulary

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,7 +27,8 @@ from luthier.metrics.table import METRICS, Metric
 from luthier.preparation.prepare import connect
 from luthier.rewards.judging import DrawnAnswer
 from luthier.training.report.result import RunResult
-from luthier.training.rollouts.ray_actors import _parts, ray_rewards, ray_samplers
+from luthier.training.rollouts.ray_actors import _parts, ray_rewards
+from luthier.training.rollouts.ray_samplers import ray_samplers
 
 Train = Callable[..., RunResult]
 LORA = {"adapter": {"type": "lora", "r": 4, "lora_alpha": 8}}
@@ -184,6 +186,8 @@ def test_answers_whose_judge_dies_are_judged_by_another(tmp_path: Path) -> None:
         expected = [float(number % 2) for number in range(10)]
         assert list(judge(answers)) == expected
         actors = judge.func.__self__.actors  # type: ignore[attr-defined]
+        loaded = ray.get(actors[1].__ray_call__.remote(lambda actor: list(sys.modules)))
+        assert "luthier.rewards.judging" in loaded and "torch" not in loaded, "functions are judged without it"
         os.kill(ray.get(actors[0].__ray_call__.remote(lambda actor: os.getpid())), signal.SIGKILL)
         assert list(judge(answers)) == expected
         for actor in actors:

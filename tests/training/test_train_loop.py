@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from luthier.records import Batch
 from luthier.training.fit import fit_data
 from luthier.training.report.result import Ended, RunResult
 from luthier.training.streams import TrainStream
-from tests.conftest import HANG_SECONDS
+from tests.programs import run_program
 
 ROWS = 8
 DATA = make_data(make_segments(ROWS), make_segments(4, seed=8))
@@ -260,6 +258,7 @@ def test_tensorboard_gets_every_number_of_the_log(run: Run, tmp_path: Path, monk
 TRACKED_BY_MLFLOW = """
 import json, sys
 from pathlib import Path
+sys.path.insert(0, sys.argv[2])
 import torch
 from tiny_runs import make_config, make_data, make_segments
 from luthier.encoding.tokenizer import load_tokenizer
@@ -278,19 +277,15 @@ told = {"name": found.info.run_name, "status": found.info.status, "rate": found.
 """
 
 
-def test_mlflow_gets_every_loss_and_the_run_ends_there(tmp_path: Path) -> None:
+def test_mlflow_gets_every_loss_and_the_run_ends_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own: mlflow starts threads, and keeps its runs in the working folder."""
+    monkeypatch.chdir(tmp_path)
     program = tmp_path / "program.py"
     program.write_text(TRACKED_BY_MLFLOW)
-    paths = f"{Path(__file__).parent}:{Path(luthier.__file__).parents[1]}"
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     environment |= {"MLFLOW_TRACKING_URI": f"file:{tmp_path / 'mlruns'}", "MLFLOW_DISABLE_TELEMETRY": "true"}
     environment |= {"MLFLOW_ALLOW_FILE_STORE": "true"}
-    done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path)], env=environment, capture_output=True, text=True, check=False,
-        timeout=HANG_SECONDS, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run_program(program, [str(tmp_path), str(Path(__file__).parent)], said=tmp_path / "said", environment=environment)
     told = json.loads((tmp_path / "told.json").read_text())
     assert (told["name"], told["status"], told["rate"]) == ("a name", "FINISHED", "0.001")
     assert len(told["losses"]) == 4 and told["losses"] == pytest.approx(told["expected"])

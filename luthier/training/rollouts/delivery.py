@@ -31,7 +31,7 @@ from luthier.training.folder.checkpoint import replacing
 from luthier.training.folder.staging import FILES
 from luthier.training.generate import Question
 from luthier.training.ranks import summed_over_ranks
-from luthier.training.rollouts.ray_actors import ray_samplers
+from luthier.training.rollouts.ray_samplers import ray_samplers
 from luthier.training.streams import World
 from luthier.writing import counted
 

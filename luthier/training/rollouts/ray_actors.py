@@ -1,9 +1,12 @@
-"""Samplers and judges on a Ray cluster. A sampler is an actor with a model of its own, which answers by the weights
-that it is given; a judge is an actor that finds the rewards of answers: functions, servers and reward models.
+"""Actors on a Ray cluster, and those that judge: they find the rewards of answers (functions, servers and reward
+models). Those that draw are in `ray_samplers`.
 
-Ray starts the actors, and starts one that dies anew. What was asked of it is asked again here, of another, and drawn
-the same. All nodes must see the model, the media, the files of rewards and the folder of the weights under the same
-paths.
+Ray starts the actors, and starts one that dies anew. What was asked of it is asked again of another, and drawn or
+judged the same. All nodes must see the model, the media, the files of rewards and the folder of the weights under the
+same paths.
+
+This module does without torch until there is a reward model: an actor that asks functions and servers begins seconds
+sooner.
 """
 
 from __future__ import annotations
@@ -11,115 +14,31 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from threading import Event
 from typing import Any, cast
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from peft import PeftModel
-from transformers import PreTrainedModel
-
-from luthier.config.choices import QuantizationType
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.delivered import WeightsTaker
-from luthier.engines.engine import Completion, Ids, NewTokens, Refusal, Request, WeightsName
 from luthier.engines.json_client import ServerLate, ServerRefused, ServerUnreachable, ServerWrong
-from luthier.engines.local import LocalEngine
-from luthier.engines.pool import PAUSES, StaleWeights
+from luthier.engines.pool import PAUSES
 from luthier.errors import SamplerLost, UserError
-from luthier.loader.settings import media_of
-from luthier.models.adapter_files import load_to_answer, merge_first
-from luthier.models.model import load_model, quantize_whole, run_device
-from luthier.models.vocabulary import Vocabulary
 from luthier.preparation.prepare import connect, import_ray
 from luthier.rewards.judging import AnswerJudge, DrawnAnswer, Opinion, RewardJudge
-from luthier.training.rollouts.reward_models import reward_judges
 from luthier.writing import counted
 
-SAMPLES_AT_ONCE = 8  # answers to one prompt, which is read once for them
 MAX_RESTARTS = 3
 CONFLICT = 409  # weights that are not whole yet may be in a moment
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActorAnswer:
-    """What an actor says to a request, and which delivered weights it had before and after it: two only where they
-    changed meanwhile."""
-
-    found: list[Completion] | Refusal
-    before: WeightsName | None
-    after: WeightsName | None
-
-
-class SamplerActor:
-    """Lives in a process of the cluster, with the model that the run begins with. Its methods are called by several
-    threads, and their requests are answered together."""
-
-    def __init__(self, config: RunConfig, folder: Path, root: Path) -> None:
-        tokenizer = _begin(config, folder)
-        self._engine = LocalEngine(
-            _model_of(config, tokenizer),
-            tokenizer,
-            media=media_of(config, tokenizer.files.folder),
-            batch_size=config.rollout.batch_size,
-        )
-        self._session = self._engine.session()
-        self._taker = WeightsTaker(self._engine, root)
-        self._keys = itertools.count()
-        self._timeout = config.rollout.engine.timeout
-
-    def answer(self, request: Request) -> ActorAnswer:
-        """All samples of a request. Raises `ServerLate`."""
-        before, key, ended = self._taker.taken, next(self._keys), Event()
-        told: dict[int, list[NewTokens]] = defaultdict(list)
-        refused: list[Refusal] = []
-
-        def on_tokens(new: NewTokens | Refusal) -> None:
-            if isinstance(new, Refusal):
-                refused.append(replace(new, key=request.key))
-            else:
-                told[new.sample].append(new)
-            finished = sum(tokens[-1].finish is not None for tokens in told.values())
-            if refused or finished == request.num_samples:
-                ended.set()
-
-        draw = request.key if request.draw is None else request.draw
-        self._session.submit(replace(request, key=key, draw=draw), on_tokens)
-        if not ended.wait(self._timeout):
-            self._session.cancel(key)
-            raise ServerLate(f"no whole answer within {self._timeout:g} s")
-        after = self._taker.taken
-        if refused:
-            return ActorAnswer(found=refused[0], before=before, after=after)
-        found = [_completion(request.key, sample, tokens, after) for sample, tokens in sorted(told.items())]
-        return ActorAnswer(found=found, before=before, after=after)
-
-    def score(self, ids: Ids, start: int) -> NDArray[np.float32]:
-        """See `Engine`."""
-        return self._engine.score(ids, start)
-
-    def take(self, weights: WeightsName) -> None:
-        """Answer by the weights of that name from now on. Raises `UserError`."""
-        self._taker.take(weights)
-
-
-def _begin(config: RunConfig, folder: Path) -> Tokenizer:
-    """The run's tokenizer, in a process that reads relative paths as the run does, whose ``folder`` this is."""
+def enter(folder: Path) -> None:
+    """Have this process, an actor's, read relative paths as the run does, whose ``folder`` this is."""
     with suppress(FileNotFoundError):  # where no path is relative nobody misses it
         os.chdir(folder)
-    if config.runtime.threads is not None:
-        torch.set_num_threads(config.runtime.threads)
-    return Encoder.from_config(config).tokenizer
 
 
 class RewardActor:
@@ -127,9 +46,10 @@ class RewardActor:
     say how reward models read answers."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
+        enter(folder)
         self._notes: list[str] = []
-        models = reward_judges(config, None, _begin(config, folder), self._notes.append)
         rewards = config.rollout.rewards
+        models = _models(config, self._notes.append) if any(one.is_model for one in rewards) else {}
         # metrics are judged by the run, which may know some that are registered nowhere else
         models |= {number: lambda answers: [] for number, one in enumerate(rewards) if one.metric is not None}
         self._judge = RewardJudge(rewards, max_new_tokens=config.rollout.max_new_tokens, models=models)
@@ -143,66 +63,17 @@ class RewardActor:
         return self._judge.opinions(number, answers)
 
 
-def _model_of(config: RunConfig, tokenizer: Tokenizer) -> PreTrainedModel | PeftModel:
-    """What the run begins with, on the device of this process."""
-    loaded = load_model(config, Vocabulary.of(tokenizer))
-    loaded = quantize_whole(replace(loaded, model=merge_first(loaded.model, config.adapter)), config)
-    model: PreTrainedModel | PeftModel = loaded.model
-    if config.adapter.name_or_path is not None:
-        model = load_to_answer(model, config.adapter.name_or_path)
-    if config.model.quantization.type is QuantizationType.NONE:
-        model.to(run_device(config))
-    return model.eval()
+def _models(config: RunConfig, tell: Callable[[str], None]) -> dict[int, AnswerJudge]:
+    import torch
+
+    from luthier.training.rollouts.reward_models import reward_judges
+
+    if config.runtime.threads is not None:
+        torch.set_num_threads(config.runtime.threads)
+    return reward_judges(config, None, Encoder.from_config(config).tokenizer, tell)
 
 
-def _completion(key: int, sample: int, tokens: Sequence[NewTokens], weights: WeightsName | None) -> Completion:
-    finish = tokens[-1].finish
-    assert finish is not None, "the answer has ended"
-    return Completion(
-        key=key,
-        sample=sample,
-        ids=np.concatenate([new.ids for new in tokens]),
-        logprobs=np.concatenate([new.logprobs for new in tokens]),
-        finish=finish,
-        weights=weights,
-    )
-
-
-class RaySampler:
-    """One of the actors, as a `Sampler`."""
-
-    samples_at_once = SAMPLES_AT_ONCE
-
-    def __init__(self, ray: Any, actor: Any, *, name: str, timeout: float) -> None:
-        self.name, self._ray, self._actor, self._timeout = name, ray, actor, timeout
-        self.weights: WeightsName | None = None  # those that it is to answer by
-
-    def answer(self, request: Request) -> list[Completion] | Refusal:
-        told = cast("ActorAnswer", self._asked(self._actor.answer, request))
-        if isinstance(told.found, Refusal) and told.found.reason == "engine_failed":
-            raise ServerWrong(f"{self.name} cannot answer: {told.found.detail}")
-        if self.weights is not None and not told.before == told.after == self.weights:
-            by = "the model's own weights" if told.after is None else f"the weights {told.after}"
-            after = counted(self.weights.version, "step")
-            raise StaleWeights(f"{self.name} answers by {by}, and was given those after {after}")
-        return told.found
-
-    def score(self, ids: Ids, start: int) -> NDArray[np.float32]:
-        return cast("NDArray[np.float32]", self._asked(self._actor.score, ids, start))
-
-    def expect(self, weights: WeightsName, folder: Path) -> None:
-        self.weights = weights
-
-    def take(self, weights: WeightsName, folder: Path) -> None:
-        """See `Sampler`. The folder has the same path for all."""
-        self._asked(self._actor.take, weights)
-
-    def _asked(self, method: Any, *what: object) -> object:
-        """What a method of the actor gives, within the time of an answer; its errors as those of a server."""
-        return _given(self._ray, method.remote(*what), self.name, self._timeout, option="rollout.engine.timeout")
-
-
-def _given(ray: Any, asked: Any, name: str, timeout: float, *, option: str) -> object:
+def given(ray: Any, asked: Any, name: str, timeout: float, *, option: str) -> object:
     """What an actor gives within ``timeout`` seconds, which ``option`` says; its errors as those of a server."""
     errors = ray.exceptions
     try:
@@ -247,8 +118,8 @@ class RayRewards:
         for tries, pause in enumerate((*PAUSES, None), start=1):
             name = f"judge {at} of the Ray cluster"
             try:
-                given = _given(self.ray, asked, name, self.timeout, option="rollout.reward_actors.timeout")
-                return cast("list[Opinion]", given)
+                option = "rollout.reward_actors.timeout"
+                return cast("list[Opinion]", given(self.ray, asked, name, self.timeout, option=option))
             except ServerUnreachable as error:
                 if pause is None:
                     raise SamplerLost(f"{error.message} (asked {counted(tries, 'time')})", hint=error.hint) from error
@@ -274,43 +145,31 @@ def ray_rewards(
     """What judges on the cluster of ``rollout.reward_actors``, by the numbers of the rewards: all but metrics. Raises
     `UserError`, as `ray_samplers` does, and for a reward model that cannot be had."""
     section, rewards = config.rollout.reward_actors, config.rollout.rewards
-    ray, actors = _actors(config, RewardActor, "judge", (config, Path.cwd()), ranks=ranks, closing=closing)
+    ray, actors = start_actors(config, RewardActor, (config, Path.cwd()), ranks=ranks, closing=closing)
     found = RayRewards(ray=ray, actors=actors, timeout=section.timeout)
     option = "rollout.reward_actors.timeout"
-    for note in cast("list[str]", _given(ray, actors[0].notes.remote(), "judge 0", section.timeout, option=option)):
+    for note in cast("list[str]", given(ray, actors[0].notes.remote(), "judge 0", section.timeout, option=option)):
         tell(note)
     tell(f"rewards: judged by {counted(len(actors), 'process', 'processes')} of the Ray cluster")
     return {number: partial(found.opinions, number) for number, one in enumerate(rewards) if one.metric is None}
 
 
-def ray_samplers(config: RunConfig, root: Path, *, ranks: int, closing: ExitStack) -> list[RaySampler]:
-    """The actors of ``rollout.engine``, which all ``ranks`` processes of a run share until ``closing`` ends them.
-
-    Raises `UserError` if Ray is not installed, no cluster answers, or the cluster has too little for the actors.
-    """
-    section = config.rollout.engine
-    threads = -(-config.rollout.batch_size // SAMPLES_AT_ONCE) + 2  # for answers, a score, and a delivery
-    given = (config, Path.cwd(), root)
-    ray, actors = _actors(config, SamplerActor, "sampler", given, ranks=ranks, closing=closing, threads=threads)
-    return [
-        RaySampler(ray, actor, name=f"sampler {number} of the Ray cluster", timeout=section.timeout)
-        for number, actor in enumerate(actors)
-    ]
-
-
-def _actors(
+def start_actors(
     config: RunConfig,
     kind: type,
-    name: str,
-    given: tuple[object, ...],
+    made_of: tuple[object, ...],
     *,
     ranks: int,
     closing: ExitStack,
     threads: int = 1,
 ) -> tuple[Any, list[Any]]:
-    """Ray, and the actors of one kind, each made of what is ``given``."""
+    """Ray, and the actors of one kind, `RewardActor` or the one that draws, each ``made_of`` these. Raises
+    `UserError`."""
     engine, rewards = config.rollout.engine, config.rollout.reward_actors
-    section, key = (engine, "rollout.engine") if kind is SamplerActor else (rewards, "rollout.reward_actors")
+    judges = kind is RewardActor
+    section, key, name = (
+        (rewards, "rollout.reward_actors", "judge") if judges else (engine, "rollout.engine", "sampler")
+    )
     ray = import_ray(f"{key}.ray")
     assert section.ray is not None, "whoever asks for actors has named a cluster"
     if ranks > 1 and section.ray == "local":
@@ -325,7 +184,7 @@ def _actors(
     how = {"num_cpus": 1, "num_gpus": section.actor_gpus, "max_restarts": MAX_RESTARTS, "max_concurrency": threads}
     made = ray.remote(**how)(kind)
     named = {"namespace": f"luthier-{space}", "get_if_exists": True}
-    return ray, [made.options(name=f"{name}-{at}", **named).remote(*given) for at in range(section.actors)]
+    return ray, [made.options(name=f"{name}-{at}", **named).remote(*made_of) for at in range(section.actors)]
 
 
 def _check_room(ray: Any, actors: int, gpus: float, section: str) -> None:
