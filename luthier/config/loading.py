@@ -251,7 +251,7 @@ def read_text(path: Path) -> str:
     """The file's text, without a byte-order mark. Raises ConfigError if it cannot be read as UTF-8."""
     name = str(path)
     if os.path.isdir(path):
-        raise _fault(name, "this is a folder, not a file", _yaml_files(path))
+        raise _fault(name, "this is a folder, not a file", _hint_for_folder(path))
     if os.path.exists(path) and not os.path.isfile(path):
         raise _fault(name, "this is neither a file nor a folder", "name a .yaml or .json file")
     data = _read_bytes(path, name)
@@ -335,12 +335,18 @@ def _fault(name: str, what: str, hint: str) -> ConfigError:
     return ConfigError([Problem(where=name, key="", what=what, hint=hint)])
 
 
-def _yaml_files(folder: Path) -> str:
+def _hint_for_folder(folder: Path) -> str:
     try:
-        names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml", ".json"))
+        names = {entry.name for entry in folder.iterdir()}
     except OSError:
-        names = []
-    return f"did you mean {folder / names[0]}?" if names else "name a .yaml or .json file"
+        names = set()
+    if names & {"config.json", "tokenizer.json", "tokenizer_config.json"}:
+        return (
+            f"a model's folder is named by model.name_or_path in a .yaml file; in Python, luthier.load_tokenizer"
+            f"({str(folder)!r}) gives its tokenizer"
+        )
+    files = sorted((name.endswith(".json"), name) for name in names if name.endswith((".yaml", ".yml", ".json")))
+    return f"did you mean {folder / files[0][1]}?" if files else "name a .yaml or .json file"
 
 
 def _nearest_file(path: Path) -> str:

@@ -36,8 +36,15 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(GOOD)
+    (tmp_path / "dataset_info.json").write_text("{}")
     line = told(tmp_path)
     assert "this is a folder" in line and "run.yaml?" in line
+
+
+def test_a_model_is_no_description(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    line = told(tmp_path)
+    assert f"luthier.load_tokenizer({str(tmp_path)!r})" in line and "model.name_or_path" in line
 
 
 def test_a_name_with_nul_or_without_end_is_no_file() -> None:
