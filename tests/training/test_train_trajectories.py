@@ -7,9 +7,12 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from luthier.encoding.encoder import Encoder
@@ -20,6 +23,7 @@ from luthier.engines.engine import Completion, Finish
 from luthier.presets import tokenizer_folder
 from luthier.records import Address, Conversation, Message, Text, Thinking, ToolCall
 from luthier.rendering.replies.learning import declared
+from luthier.training.rollouts import trajectories
 from luthier.training.rollouts.trajectories import AnswerTree, ModelCall, Trajectory, answer_tree
 from tests.oracles.catalogue import catalogue
 from tests.oracles.vocabulary import encoder_of
@@ -79,6 +83,22 @@ CASES = {
     "alike and rewritten": (KEPT, REWRITTEN, trajectory(2, *[(c.prompt, c.completion.ids) for c in REWRITTEN.calls])),
     "drawn what another was shown": (REWRITTEN, trajectory(1, (PROMPT, [8, 0, 5]))),
 }
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=5))
+def test_answers_to_one_prompt_stand_side_by_side_as_folding_puts_them(ids: list[list[int]]) -> None:
+    answers = [trajectory(sample, (PROMPT, one)) for sample, one in enumerate(ids)]
+    quick = tree_of(*answers)
+    with mock.patch.object(trajectories, "_follows", lambda *_: False):
+        folded = tree_of(*answers)
+    for name in ("input_ids", "target"):
+        np.testing.assert_array_equal(getattr(quick.sample, name), getattr(folded.sample, name))
+    assert quick.sample.branches == folded.sample.branches and quick.sample.address == folded.sample.address
+    assert quick.sample.weight is None and folded.sample.weight is None
+    for name in ("logprobs_K", "answers_K", "numbers_K"):
+        mine, other = getattr(quick, name), getattr(folded, name)
+        np.testing.assert_array_equal(mine, other)
+        assert mine.dtype == other.dtype
 
 
 @pytest.mark.parametrize("case", CASES)

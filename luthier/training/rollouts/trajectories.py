@@ -105,6 +105,40 @@ class AnswerTree:
 
 def answer_tree(prompt: Ids, answers: Sequence[Trajectory], address: Address) -> AnswerTree:
     """The tree of some answers; of the prompt alone, without its media, where there are none."""
+    lengths = [len(answer.ids) for answer in answers]
+    drawn = sum(lengths)
+    assert drawn < _MOST_TARGETS, f"{drawn} tokens were drawn to one prompt"
+    if lengths and all(lengths) and all(_follows(prompt, answer) for answer in answers):
+        tree, numbers_K = _side_by_side(prompt, answers, address), np.arange(drawn)
+    else:
+        tree, numbers_K = _folded(prompt, answers, address)
+    assert len(numbers_K) == drawn, f"{drawn} tokens were drawn, {len(numbers_K)} are learned"
+    logprobs = np.concatenate([np.zeros(0, np.float32), *(answer.logprobs for answer in answers)])
+    owners = np.repeat(np.arange(len(answers)), lengths)
+    return AnswerTree(
+        sample=replace(tree, weight=None, media=answers[0].calls[0].media if answers else ()),
+        logprobs_K=logprobs[numbers_K].astype(np.float32),
+        answers_K=owners[numbers_K].astype(np.int64),
+        numbers_K=numbers_K,
+    )
+
+
+def _follows(prompt: Ids, answer: Trajectory) -> bool:
+    """Whether an answer is one call with this prompt."""
+    return len(answer.calls) == 1 and np.array_equal(answer.calls[0].prompt, prompt)
+
+
+def _side_by_side(prompt: Ids, answers: Sequence[Trajectory], address: Address) -> Sample:
+    """What `_folded` gives of answers that all follow the prompt, without comparing their tokens."""
+    ids = np.concatenate([prompt, *(answer.ids for answer in answers)]).astype(np.int32)
+    branches = [Branch(parent=-1, length=len(prompt)), *(Branch(parent=0, length=len(a.ids)) for a in answers)]
+    if len(answers) == 1:
+        branches = [Branch(parent=-1, length=len(ids))]
+    return Sample(input_ids=ids, target=np.arange(len(ids)) >= len(prompt), branches=tuple(branches), address=address)
+
+
+def _folded(prompt: Ids, answers: Sequence[Trajectory], address: Address) -> tuple[Sample, NDArray[np.int64]]:
+    """The tree of the answers' lines, and int64[K] which of the tokens drawn each of its targets is."""
     ids: list[Ids] = []
     numbers: list[NDArray[np.float32]] = []
     drawn = 0
@@ -113,26 +147,16 @@ def answer_tree(prompt: Ids, answers: Sequence[Trajectory], address: Address) ->
             ids.append(line)
             numbers.append(line_numbers)
         drawn += len(answer.ids)
-    assert drawn < _MOST_TARGETS, f"{drawn} tokens were drawn to one prompt"
     if not ids:
         ids, numbers = [prompt], [np.zeros(len(prompt), dtype=np.float32)]
     branches = [Branch(parent=-1, length=len(line)) for line in ids]
     # whatever becomes of a token, a tree keeps the weight of its target: so weights are the targets' numbers, from 1
     tree = fold(np.concatenate(ids).astype(np.int32), np.concatenate(numbers), branches, address)
-    numbers_K = np.zeros(0, dtype=np.int64)
-    if drawn:
-        assert tree.weight is not None or drawn == 1, "numbers from 1 are not all 1"
-        found = [np.ones(1) if s.weight is None else s.weight[s.target] for s in tree.segments()]
-        numbers_K = np.concatenate(found).astype(np.int64) - 1
-    assert len(numbers_K) == drawn, f"{drawn} tokens were drawn, {len(numbers_K)} are learned"
-    logprobs = np.concatenate([np.zeros(0, np.float32), *(answer.logprobs for answer in answers)])
-    owners = np.repeat(np.arange(len(answers)), [len(answer.ids) for answer in answers])
-    return AnswerTree(
-        sample=replace(tree, weight=None, media=answers[0].calls[0].media if answers else ()),
-        logprobs_K=logprobs[numbers_K].astype(np.float32),
-        answers_K=owners[numbers_K].astype(np.int64),
-        numbers_K=numbers_K,
-    )
+    if not drawn:
+        return tree, np.zeros(0, dtype=np.int64)
+    assert tree.weight is not None or drawn == 1, "numbers from 1 are not all 1"
+    found = [np.ones(1) if s.weight is None else s.weight[s.target] for s in tree.segments()]
+    return tree, np.concatenate(found).astype(np.int64) - 1
 
 
 def _lines(answer: Trajectory, drawn: int) -> Iterator[tuple[Ids, NDArray[np.float32]]]:
