@@ -183,6 +183,8 @@ class _Talk:
                 from luthier.prediction.dialogue import media_part
 
                 self.waiting.append(media_part(command[1:], rest))
+            case "/edit" if not rest:
+                raise UserError("there is no question to ask instead", hint="/edit TEXT")
             case "/retry" | "/edit":
                 self._again(rest if command == "/edit" else None)
             case _ if command.startswith("/") and "/" not in command[1:]:
@@ -236,6 +238,7 @@ class _Talk:
             self._say("a call that cannot be read is in the text", style="yellow")
         if len(self.dialogue.messages) == before:
             self.dialogue.take_back()
+            self._say("the answer is empty, so the question is not kept", style="yellow")
         self.calls = [part for part in answer.message.parts if isinstance(part, ToolCall)]
         if self.calls:
             self._ask_for_result()

@@ -132,7 +132,10 @@ class Dialogue:
         return question
 
     def save(self, path: Path) -> None:
-        """Add the conversation to a JSONL file, as a training row. Raises ``OSError``."""
+        """Add the conversation to a JSONL file, as a training row. Raises ``OSError``, and `UserError` where there is
+        none yet."""
+        if not self.messages:
+            raise UserError("there is no answer yet, so there is nothing to save", hint="ask a question first")
         line = json.dumps(as_row(self.conversation), ensure_ascii=False) + "\n"
         with path.open("ab") as file:
             write_all(file.fileno(), line.encode("utf-8", "backslashreplace"))

@@ -178,10 +178,16 @@ def test_a_question_is_asked_again_or_replaced(piped: Piped, scripted: Scripted,
 def test_a_mistake_ends_no_conversation(
     piped: Piped, scripted: Scripted, says: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scripted.replies.extend([says(Text(text="Yes."))])
-    told = piped(f"/image {tmp_path / 'none.png'}", "/nothing", f"/save {tmp_path}", "So?", "And this?")
+    scripted.replies.extend([says(), says(Text(text="Yes."))])
+    before = ("/edit", f"/save {tmp_path / 'empty.jsonl'}", "Nothing?")
+    told = piped(
+        *before, f"/image {tmp_path / 'none.png'}", "/nothing", "So?", f"/save {tmp_path}", "/edit  ", "And this?"
+    )
     out = capsys.readouterr().out
-    for word in ("none.png", "/nothing", str(tmp_path), "no memory left"):
+    assert not (tmp_path / "empty.jsonl").exists()
+    told_twice = "there is no question to ask instead"
+    assert out.count(told_twice) == 2
+    for word in ("nothing to save", "not kept", "none.png", "/nothing", str(tmp_path), "no memory left"):
         assert word in out.replace("\n", ""), word
     assert isinstance(told["messages"], list)  # a question that is not answered is not kept
     assert [one["content"] for one in told["messages"]] == ["So?", "Yes."]
