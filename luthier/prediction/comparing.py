@@ -97,7 +97,7 @@ def compare_predictions(
     """
     folders = Path(a).expanduser(), Path(b).expanduser()
     chosen, _ = chosen_metrics(metrics)
-    lines_a, lines_b = ({place_of(line): line for line in read_lines(_finished(folder))} for folder in folders)
+    lines_a, lines_b = (_lines(folder) for folder in folders)
     _check_questions(lines_a, lines_b, any_prompt=any_prompt)
     refused = {place[:2] for lines in (lines_a, lines_b) for place, line in lines.items() if "refused" in line}
     both = [place for place in lines_a if place[:2] not in refused]
@@ -129,11 +129,14 @@ def compare_predictions(
     )
 
 
-def _finished(folder: Path) -> Path:
+def _lines(folder: Path) -> dict[AnswerPlace, AnswerLine]:
+    hint = "name a folder that luthier predict has finished, as RUN/predictions/eval"
     if not (folder / PREDICTIONS_FILE).is_file() or not (folder / METRICS_FILE).is_file():
-        hint = "name a folder that luthier predict has finished, as RUN/predictions/eval"
         raise UserError(f"{folder} holds no finished prediction: there is no {PREDICTIONS_FILE} in it", hint=hint)
-    return folder / PREDICTIONS_FILE
+    found: dict[AnswerPlace, AnswerLine] = {place_of(line): line for line in read_lines(folder / PREDICTIONS_FILE)}
+    if not found:
+        raise UserError(f"{folder / PREDICTIONS_FILE} holds no answer", hint=hint)
+    return found
 
 
 def _check_questions(

@@ -420,8 +420,14 @@ def _losses(
 
 
 def read_lines(path: Path) -> list[JsonObject]:
-    """The lines of predictions.jsonl."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    """The lines of predictions.jsonl. Raises `UserError` for one that is damaged."""
+    found = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        try:
+            found += [json.loads(line)] if line else []
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: {error}", hint="predict again with --overwrite") from None
+    return found
 
 
 def answers_in(lines: Sequence[Mapping[str, Any]], judged: Judgements | None = None) -> list[Answered]:

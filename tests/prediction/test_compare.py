@@ -124,6 +124,13 @@ def test_other_questions_are_refused_and_named(tmp_path: Path) -> None:
         compare(a, prediction(tmp_path / "second", answers(True, True, True), sample=1))
     with refused(UserError, "predictions.jsonl"):
         compare(a, tmp_path)
+    empty = prediction(tmp_path / "empty", [])
+    with refused(UserError, "predictions.jsonl"):
+        compare(empty, empty)
+    with (a / "predictions.jsonl").open("ab") as file:
+        file.write(b'{"row": "rows.jsonl:4", "tu')
+    with refused(UserError, "predictions.jsonl:4"):
+        compare(a, a)
 
 
 def test_a_question_that_one_has_not_answered_is_left_out_of_both(tmp_path: Path) -> None:
