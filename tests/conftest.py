@@ -6,6 +6,7 @@ import functools
 import gc
 import hashlib
 import json
+import logging
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from typing import Any
 import hypothesis
 import pytest
 import tokenizers
+from _pytest.logging import catching_logs
 
 from luthier.errors import RowError
 
@@ -113,10 +115,12 @@ def _a_tokenizer_is_parsed_once() -> Iterator[None]:
 
     What is parsed is known by its content, so that a file that a test has changed is another.
     """
+    from luthier.check.verify.reference_tokenizer import ReferenceTokenizer
     from luthier.encoding import tokenizer, tokenizer_files
     from luthier.templating import sandbox
 
-    read, build = tokenizer_files._tokenizer, tokenizer._build
+    read, build, load = tokenizer_files._tokenizer, tokenizer._build, ReferenceTokenizer._load
+    trusted: dict[object, tokenizers.Tokenizer] = {}
     specs: dict[bytes, dict[str, Any]] = {}
     built: dict[tuple[int, str], tuple[Any, tokenizers.Tokenizer]] = {}
 
@@ -138,7 +142,14 @@ def _a_tokenizer_is_parsed_once() -> Iterator[None]:
         key = id(model), json.dumps({**spec, "model": None})
         return _once(built, key, lambda: (model, build(spec, files)))[1]
 
+    def load_once(judge: ReferenceTokenizer, *, rename: bool) -> tokenizers.Tokenizer:
+        files = judge.files
+        names = sorted(files.control), files.model.add_tokens, files.model.add_special_tokens
+        key = hashlib.sha256(files.tokenizer_json.encode()).digest(), rename, json.dumps(names)
+        return _once(trusted, key, lambda: load(judge, rename=rename))
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReferenceTokenizer, "_load", load_once)
         patch.setattr(tokenizer_files, "_tokenizer", read_once)
         patch.setattr(tokenizer, "_build", build_once)
         patch.setattr(sandbox, "KEPT", 4096)  # tests take turns with hundreds of templates, and compile each once
@@ -151,6 +162,25 @@ def _nothing_waits_for_the_disk() -> Iterator[None]:
     the disk itself. A tiny run asks for that fourteen times, which takes longer than its steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _records_are_caught_at_the_root() -> Iterator[None]:
+    """Before each of a test's three stages pytest hangs two handlers on every logger that passes no records on. Torch
+    has ninety of those, and they take longer than all else that an empty test needs. No test reads their records."""
+    enter = catching_logs.__enter__
+
+    def at_the_root(catching: catching_logs[Any]) -> Any:
+        if catching.level is not None:
+            return enter(catching)
+        logging.getLogger().addHandler(catching.handler)
+        catching.attached_loggers.append(logging.getLogger())
+        return catching.handler
+
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(catching_logs, "attached_loggers"):
+            patch.setattr(catching_logs, "__enter__", at_the_root)
         yield
 
 

@@ -16,6 +16,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import tokenizers
 from jinja2 import nodes
 from jinja2.meta import find_undeclared_variables
@@ -338,6 +339,12 @@ class RunSections(Protocol):
         """The section ``media``."""
 
 
+class _TokenList(msgspec.Struct):
+    """A tokenizer's file but for all else that it has, which is read over."""
+
+    added_tokens: list[dict[str, Any]] = []
+
+
 @dataclass(frozen=True)
 class ReferenceFiles:
     """The files of a tokenizer, and what a run says of them."""
@@ -359,7 +366,7 @@ class ReferenceFiles:
     @cached_property
     def added_entries(self) -> list[dict[str, Any]]:
         """The file's list of added tokens."""
-        return list(json.loads(self.tokenizer_json).get("added_tokens", []))
+        return msgspec.json.decode(self.tokenizer_json, type=_TokenList).added_tokens
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:

@@ -8,12 +8,12 @@ names, so that the row's stay text.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
+import msgspec
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ class ReferenceTokenizer:
 
     def __init__(self, files: ReferenceFiles, *, document_end: str = "eos") -> None:
         self.files, self.document_end = files, document_end
-        self._whole = self._load(json.loads(files.tokenizer_json), rename=False)
+        self._whole = self._load(rename=False)
         self.control_ids = {token: self._id(token) for token in sorted(files.control)}
         told = {str(self._whole.id_to_token(number)) for number in files.generation_stops}
         self.stops = frozenset((files.named_stops | told) & files.control)
@@ -149,7 +149,7 @@ class ReferenceTokenizer:
 
     @cached_property
     def _secret(self) -> tokenizers.Tokenizer:
-        return self._load(json.loads(self.files.tokenizer_json), rename=True)
+        return self._load(rename=True)
 
     @cached_property
     def _renumbered(self) -> dict[int, int]:
@@ -164,14 +164,15 @@ class ReferenceTokenizer:
             ids[number] = self._id(name)
         return ids
 
-    def _load(self, spec: dict[str, object], *, rename: bool) -> tokenizers.Tokenizer:
+    def _load(self, *, rename: bool) -> tokenizers.Tokenizer:
         ordinary, special = list(self.files.model.add_tokens), list(self.files.model.add_special_tokens)
+        spec = msgspec.json.decode(self.files.tokenizer_json, type=dict[str, msgspec.Raw])  # the vocabulary unread
+        spec |= dict.fromkeys(("truncation", "padding"), msgspec.Raw(b"null"))
         if rename:
-            entries = spec.get("added_tokens", [])
-            assert isinstance(entries, list)
-            spec["added_tokens"] = [{**entry, "content": self._renamed(entry["content"])} for entry in entries]
+            entries = [{**entry, "content": self._renamed(entry["content"])} for entry in self.files.added_entries]
+            spec["added_tokens"] = msgspec.Raw(msgspec.json.encode(entries))
             ordinary, special = [list(map(self._renamed, names)) for names in (ordinary, special)]
-        tokenizer = tokenizers.Tokenizer.from_str(json.dumps({**spec, "truncation": None, "padding": None}))
+        tokenizer = tokenizers.Tokenizer.from_buffer(msgspec.json.encode(spec))
         tokenizer.add_tokens([tokenizers.AddedToken(name, normalized=False) for name in ordinary])
         tokenizer.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in special])
         return tokenizer
