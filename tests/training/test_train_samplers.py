@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tiny_rollouts import ROLLOUT, evenness, ids, losses, rollouts
 from tiny_runs import make_data, make_segments
 from transformers import AutoModelForCausalLM
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from luthier.config.loading import load_config, load_draft
 from luthier.encoding.encoder import Encoder
 from luthier.engines.delivered import WeightsTaker, digest_of, folder_of
+from luthier.engines.engine import WeightsName
 from luthier.engines.local import LocalEngine
 from luthier.errors import ConfigError, SamplerLost, TrainingError, UserError
 from luthier.metrics.table import METRICS, Metric
@@ -130,6 +132,36 @@ def test_a_server_that_is_gone_ends_the_run_with_a_checkpoint_from_which_it_goes
     again = run("parts", **sampler.run(), **RESUMES)
     assert ids(again) == ids(whole)
     assert losses(again) == pytest.approx(losses(whole), abs=1e-6), "servers round as their batches have it"
+
+
+def test_a_run_goes_on_between_updates_that_share_answers_whatever_weights_the_server_has(
+    run: Train, sampler: Samplers
+) -> None:
+    changes = {**sampler.run(updates=2), **RESUMES, "output__save_steps": 1, "train__max_steps": 4}
+    whole = run("whole", **changes)
+    assert sampler.takers[0].taken is not None and sampler.takers[0].taken.version == 2
+
+    def killed(event: object) -> None:
+        if isinstance(event, Saved) and event.step == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run("parts", on_event=killed, **changes)
+    sampler.takers[0].take(_some_weights(sampler.folder))
+    again = run("parts", **changes)
+    assert ids(again) == ids(whole)
+    assert losses(again) == pytest.approx(losses(whole), abs=1e-6)
+
+
+def _some_weights(folder: Path) -> WeightsName:
+    """Others than any that a run begins with."""
+    found = folder_of(folder, 99)
+    found.mkdir()
+    for file in folder_of(folder, 0).iterdir():
+        (found / file.name).write_bytes(file.read_bytes())
+    weights = load_file(found / "model.safetensors")
+    save_file({name: 2 * weight for name, weight in weights.items()}, found / "model.safetensors", {"format": "pt"})
+    return WeightsName(version=99, digest=digest_of(found))
 
 
 def test_a_server_that_says_that_it_took_weights_and_did_not_is_named(

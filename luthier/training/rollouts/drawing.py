@@ -130,11 +130,12 @@ class Rollouts:
             own == 1 or not len(question.answer) or draw_number(step, question.address, "own") < own * 2**64
             for question, _ in asked
         ]
+        drawn_now = step not in self.kept and (self._ahead is None or step not in self._ahead)
         drawn = self._groups(
             [question for (question, _), ours in zip(asked, is_own, strict=True) if ours], step, reader
         )
         if self.probes is not None:
-            self.probes.drawn(drawn)
+            self.probes.drawn(drawn, now=drawn_now)
         facts, waiting = facts_of(drawn, len(self.judge.rewards)), iter(drawn)
         groups = [
             next(waiting) if ours else group_of_row(question, segment, step, num_rewards=len(self.judge.rewards))

@@ -218,8 +218,8 @@ class GapWatch:
 
     floor     a gap that rounding alone may make
     explain   looks for the cause of a gap with the answers of the step; set by who draws them
-    canaries  answers that are to be compared before the next update, with the log-probabilities that the engine gave
-              them while its weights were those of training
+    canaries  answers that are to be compared before the next update (``compares_canaries``, on all ranks), with the
+              log-probabilities that the engine gave them while its weights were those of training
     """
 
     config: RolloutConfig
@@ -229,6 +229,7 @@ class GapWatch:
     explain: Callable[[], str] | None = None
     canaries: Batch | None = None
     needs_canaries: bool = True
+    compares_canaries: bool = False
     smallest: float | None = None  # of the mean gaps so far that were expected
     _expected: float | None = None  # the gap of the first canaries
     _sums: GapSums | None = None
@@ -242,16 +243,17 @@ class GapWatch:
         return max(self.floor, TIMES_THE_FIRST * min(self._expected or 0.0, self.floor))
 
     def delivered(self) -> None:
-        """To be called by an engine that was given the weights of training: answers of the next step are scored by
+        """To be called by an engine that was given the weights of training: answers that it draws next are scored by
         both, and the run stops where they differ."""
         self.needs_canaries = True
 
     def begin_step(self, model: nn.Module, reduce: Reduce) -> None:
         """Compare engine and training on canaries, where that is due, on all ranks. Raises `TrainingError`."""
         self._sums = GapSums(self.forward.device)
-        if not self.needs_canaries:
+        if not self.compares_canaries:
             return
-        self.needs_canaries, sums = False, GapSums(self.forward.device)
+        self.needs_canaries = self.compares_canaries = False
+        sums = GapSums(self.forward.device)
         if self.canaries is not None:
             with torch.no_grad():
                 scored, _ = self.forward.token_scores(model, self.canaries)

@@ -58,12 +58,16 @@ class SamplerProbes:
         if (fault := visible_fault(completions, self.stops, self._vocabulary)) is not None:
             self._refuse(fault)
 
-    def drawn(self, groups: Sequence[AnswerGroup]) -> None:
-        """Remember the answers of a step, and have some scored by the engine where that is due."""
+    def drawn(self, groups: Sequence[AnswerGroup], *, now: bool) -> None:
+        """Remember the answers of a step, and have some scored by the engine where that is due. ``now``: the engine has
+        just drawn them, so it has the weights of training; it may have others where they were drawn ahead or come from
+        a checkpoint."""
         self._groups = [group for group in groups if len(group.answers)]
         self.watch.explain = self.explain
-        if self.watch.needs_canaries and self._groups:
-            self.watch.canaries = self._canaries(self._groups[0])
+        if now and self.watch.needs_canaries:
+            self.watch.compares_canaries = True  # on all ranks, also on those without any
+            if self._groups:
+                self.watch.canaries = self._canaries(self._groups[0])
 
     def explain(self) -> str:
         """The likeliest cause of the gap in the step's answers, as a sentence. Called before the weights change, by all
