@@ -28,12 +28,14 @@ from transformers import (
     set_seed,
 )
 
+from luthier.collation import CollateSettings
 from luthier.config.choices import AdapterType, QuantizationType
 from luthier.config.inputs import QuantizationConfig
 from luthier.config.schema import AdapterConfig, RunConfig
 from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 from luthier.errors import ModelError
 from luthier.models.adapters import apply_adapter, count_parameters
+from luthier.models.isolation import choose_isolation
 from luthier.models.model import load_model
 from luthier.models.quantized import check_stored, is_quantized, quantization_note, settle, whole_weight
 from luthier.models.vocabulary import Vocabulary
@@ -478,6 +480,23 @@ def test_loftq_begins_with_the_nearest_matrix_of_its_rank_to_what_is_rounded_awa
 def _quantized_base(base: Path, kind: str) -> PreTrainedModel:
     config = make_config(base.parent / "again", model={"name_or_path": str(base), "quantization": kind}, adapter=LORA)
     return load_model(config, Vocabulary.of(load_tokenizer("preset:tiny-qwen3"))).model
+
+
+@pytest.mark.parametrize(("kind", "way"), [("int8", "model.quantization"), ("nf4", None)])
+def test_rows_that_large_values_bring_together_are_refused_with_the_way_out(
+    kind: str, way: str | None, base: Path
+) -> None:
+    model = _quantized_base(base, kind)
+    for name, weight in model.named_parameters():
+        if "layernorm" in name:
+            weight.data *= 8.0  # columns over 6, which LLM.int8 takes out of all rows that it reads at once
+    how = CollateSettings(packed=True, pad_token_id=0)
+    if way is None:
+        assert choose_isolation(model, make_segments(3), how, device=torch.device("cpu"))
+        return
+    with pytest.raises(ModelError) as refused:
+        choose_isolation(model, make_segments(3), how, device=torch.device("cpu"))
+    assert refused.value.hint is not None and way in refused.value.hint and "train.packing" in refused.value.hint
 
 
 def test_random_weights_are_quantized_too_and_their_base_is_saved_whole(train: Train, tmp_path: Path) -> None:
