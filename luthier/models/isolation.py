@@ -96,14 +96,17 @@ def choose_isolation(
             return chosen
         notes.append(f"{attention} by {isolation}{_within(reach, needs)}: {problem}")
     set_text_attention(plain, loaded)
-    hint = "set model.attn_implementation: auto, or train.packing: none"
-    if any(type(layer).__name__ == "Linear8bitLt" for layer in plain.modules()):
-        hint = "LLM.int8 computes columns with large values otherwise for all rows that it reads at once: set "
-        hint += "train.packing: none, or model.quantization: nf4 or torchao_int8"
     raise ModelError(
         f"{plain._get_name()} does not keep {'branches' if shared else 'packed sequences'} apart: " + "; ".join(notes),
-        hint=hint,
+        hint=_way_out(plain),
     )
+
+
+def _way_out(plain: nn.Module) -> str:
+    if any(type(layer).__name__ == "Linear8bitLt" for layer in plain.modules()):
+        why = "LLM.int8 computes columns with large values otherwise for all rows that it reads at once"
+        return f"{why}: set train.packing: none, or model.quantization: nf4 or torchao_int8"
+    return "set model.attn_implementation: auto, or train.packing: none"
 
 
 def _ways(loaded: str, asked: str, *, shared: bool) -> list[tuple[Isolation, str]]:

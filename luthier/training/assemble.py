@@ -41,7 +41,7 @@ from luthier.training.data import RunData
 from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import OBJECTIVE_STATE, checkpoint_step, write_json
 from luthier.training.folder.run_folder import LostRows
-from luthier.training.initial_adapter import begin_by_activations, begin_by_what_is_rounded_away
+from luthier.training.initial_adapter import begin_by_activations, begin_by_what_is_rounded_away, tell_as_plain
 from luthier.training.losses.objective import kernel_name, make_losses, model_pass
 from luthier.training.losses.policies import FLOOR_OF_16_BITS, PolicyLosses
 from luthier.training.losses.router_balance import RouterBalance
@@ -186,7 +186,7 @@ def make_trainer(setup: RunSetup) -> Trainer:
     begins = setup.first_step is None
     arguments = training_arguments(config, max_steps=steps, evaluates=evaluates, evaluates_first=evaluates and begins)
     losses, eval_losses = _losses(setup, how, shared=shared, device=arguments.device)
-    if begins and isinstance(run_model.model, PeftModel):
+    if isinstance(run_model.model, PeftModel):
         _first_values(setup, run_model.model, how, losses)
     keeps_trees = shared and losses.forward.isolation.shared  # as found by trying
     check_reward_columns(config, data.train)
@@ -415,14 +415,15 @@ def _losses(
 
 
 def _first_values(setup: RunSetup, model: PeftModel, how: CollateSettings, losses: StepLosses) -> None:
-    """Those of a new adapter that have to be computed."""
-    match setup.config.adapter.init_lora_weights:
+    """Those of a new adapter that have to be computed; one of a resumed run has been read."""
+    match setup.config.adapter.init_lora_weights if setup.first_step is None else None:
         case "eva":
             begin_by_activations(model, losses.forward, setup.data.train, how, setup.run_model.media)
         case "loftq":
             before, after = begin_by_what_is_rounded_away(model, setup.config, setup.run_model.vocabulary)
             share = f"{after:.1%} of adapted layers' weights instead of {before:.1%}"
             setup.hooks.note(f"model: quantization rounds away {share}, as the adapter begins with a part of it")
+    tell_as_plain(model)
 
 
 def _one_pass(setup: RunSetup, how: CollateSettings, segments: Segments) -> streams.EvalStream:

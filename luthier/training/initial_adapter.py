@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import count
 
 import torch
-from peft import PeftModel, initialize_lora_eva_weights
+from peft import LoraConfig, PeftModel, initialize_lora_eva_weights
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
@@ -70,7 +70,14 @@ def begin_by_activations(
             gather_distributed_inputs=False,
             show_progress_bar=False,
         )
-    settings.init_lora_weights, settings.eva_config = True, None  # to those who load it, it is a LoRA like any other
+
+
+def tell_as_plain(model: PeftModel) -> None:
+    """Let an adapter that began by activations, in this run or in the one that it resumes, tell those who load it that
+    it is a LoRA like any other."""
+    settings = model.peft_config["default"]
+    if isinstance(settings, LoraConfig) and settings.init_lora_weights == "eva":
+        settings.init_lora_weights, settings.eva_config = True, None
 
 
 def begin_by_what_is_rounded_away(model: PeftModel, config: RunConfig, vocabulary: Vocabulary) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -253,10 +254,14 @@ def test_eva_begins_with_the_main_directions_of_each_layers_inputs_and_padding_c
 def test_eva_resumes_exactly_and_wants_as_many_tokens_as_its_rank(train: Train, tmp_path: Path) -> None:
     keys = {"adapter__type": "lora", "adapter__r": 4, "adapter__init_lora_weights": "eva", "train__max_steps": 4}
     whole = train(DATA, output__save_strategy="steps", output__save_steps=2, **keys)
+    saved = {path.name: path.read_bytes() for path in (tmp_path / "run" / "model").glob("adapter_*")}
     (tmp_path / "run" / "checkpoint-4" / "manifest.json").unlink()
     again = train(DATA, output__save_strategy="steps", output__save_steps=2, **keys)
     assert again.resumed_from == "checkpoint-2"
     assert [step.loss for step in again.steps] == [step.loss for step in whole.steps]
+    resumed = {path.name: path.read_bytes() for path in (tmp_path / "run" / "model").glob("adapter_*")}
+    told = [json.loads(each.pop("adapter_config.json")) for each in (saved, resumed)]
+    assert saved == resumed and all(each["init_lora_weights"] is True and each["eva_config"] is None for each in told)
     few = make_data(make_segments(1, longest=8))
     with pytest.raises(ModelError, match=r"fewer than adapter\.r, 32"):
         train(few, folder="few", **{**keys, "adapter__r": 32})

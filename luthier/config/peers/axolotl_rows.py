@@ -172,8 +172,7 @@ class _DataSet:
             self._messages()
             if kind.template == "alpaca":
                 self.reading.told.append(f"{self.at}.type: an input follows its instruction after a newline, without "
-                                         "axolotl's heading ### Input and its other introduction of such rows"
-                                         )  # fmt: skip
+                                         "axolotl's heading and introduction for it")  # fmt: skip
         if self.is_stream and paths[0].startswith("hub:"):
             settings["streaming"] = ("path", True)
         settings |= self._split(paths[0])
