@@ -26,6 +26,7 @@ from transformers.generation.logits_process import (
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Completion, Finish, NewTokens, OnTokens, Refusal, Request
+from luthier.errors import ModelError
 
 Likeliest = tuple[list[int], list[float]]
 
@@ -176,23 +177,30 @@ class BatchRow:
 def advance(rows: Sequence[BatchRow], scores_BV: torch.Tensor, tokenizer: Tokenizer) -> list[int]:
     """Give each row that has not ended its next token. Returns the tokens, those of rows that have ended being 0.
 
-    ``scores_BV`` are what the model says of the next token. Rows of one group are filtered together.
+    ``scores_BV`` are what the model says of the next token. Rows of one group are filtered together. Raises
+    `ModelError` for scores that are no numbers.
     """
     live = [number for number, row in enumerate(rows) if not row.ended]
     tokens = [0] * len(rows)
     if not live:
         return tokens
     scores_BV = scores_BV[live].float() if len(live) < len(rows) else scores_BV.float()
+    heated_BV = scores_BV
+    heats_B = [rows[number].heat for number in live]
+    if any(heat != 1 for heat in heats_B):
+        heated_BV = scores_BV / torch.tensor(heats_B, dtype=scores_BV.dtype, device=scores_BV.device)[:, None]
+    sums_B = heated_BV.logsumexp(-1)
+    if not bool(sums_B.isfinite().all()):
+        raise ModelError(
+            "the model's scores of the next token are no numbers",
+            hint="its weights are damaged, or too large for 16 bits: load it with model.dtype: bfloat16 or float32",
+        )
     chosen_B = torch.empty(len(live), dtype=torch.int64, device=scores_BV.device)
     for group in _groups([rows[number] for number in live]):
         scores_GV = scores_BV if len(group) == len(live) else scores_BV[group]
         chosen_B[group] = _chosen([rows[live[number]] for number in group], scores_GV)
-    heats_B = [rows[number].heat for number in live]
-    if any(heat != 1 for heat in heats_B):
-        scores_BV = scores_BV / torch.tensor(heats_B, dtype=scores_BV.dtype, device=scores_BV.device)[:, None]
-    sums_B = scores_BV.logsumexp(-1)
-    logprobs = (scores_BV.gather(1, chosen_B[:, None])[:, 0] - sums_B).tolist()
-    likeliest = _likeliest([rows[number].request.top_logprobs for number in live], scores_BV, sums_B)
+    logprobs = (heated_BV.gather(1, chosen_B[:, None])[:, 0] - sums_B).tolist()
+    likeliest = _likeliest([rows[number].request.top_logprobs for number in live], heated_BV, sums_B)
     for number, token, logprob, top in zip(live, chosen_B.tolist(), logprobs, likeliest, strict=True):
         rows[number].add(token, logprob, top, tokenizer)
         tokens[number] = token

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing
+from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 from threading import Event
@@ -24,6 +25,7 @@ from luthier.engines import next_tokens
 from luthier.engines.engine import Completion, Finish, NewTokens, Refusal, Request
 from luthier.engines.local import LocalEngine
 from luthier.engines.next_tokens import BatchRow, tokens_at
+from luthier.errors import ModelError
 from tests.conftest import HANG_SECONDS
 
 TOKENIZER = luthier.load_tokenizer("preset:tiny-qwen3")
@@ -410,3 +412,13 @@ def test_others_use_the_model_between_the_steps_of_a_session(model: Any) -> None
         assert [one.key for one in engine.generate([other])] == [9]
         assert not followed.done.is_set()
         assert len(followed.ids()) == 500
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED, {"repetition_penalty": 1.2}])
+def test_scores_that_are_no_numbers_are_told(model: Any, settings: dict[str, Any]) -> None:
+    broken = deepcopy(model)
+    with torch.no_grad():
+        broken.get_output_embeddings().weight[7].fill_(torch.nan)
+    with pytest.raises(ModelError) as caught:
+        answers(broken, requests(3, **settings), 2)
+    assert "no numbers" in caught.value.message and "model.dtype" in str(caught.value.hint)
