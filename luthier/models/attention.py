@@ -12,9 +12,8 @@ G key heads, D width of a head, n tokens of a stretch, L of its path (itself and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -233,16 +232,21 @@ class _StretchRun:
     visible_nn: torch.Tensor | None
 
 
-@lru_cache(maxsize=4)
 def _runs(plan: AttentionPlan, window: int | None, device: torch.device) -> tuple[_StretchRun, ...]:
     """All stretches in order; those are together that `_attend_together`."""
+    found: tuple[_StretchRun, ...] | None = plan.runs.get((window, device))
+    if found is not None:
+        return found
     runs: list[range] = []
-    for stretch in range(len(plan.lengths)):
-        if runs and _attend_together(plan, longer := range(runs[-1].start, stretch + 1), window):
-            runs[-1] = longer
+    num_tokens = 0
+    for stretch, length in enumerate(plan.lengths):
+        num_tokens += length
+        if runs and num_tokens <= _MOST_TOGETHER and _attend_together(plan, runs[-1], stretch, window):
+            runs[-1] = range(runs[-1].start, stretch + 1)
         else:
             runs.append(range(stretch, stretch + 1))
-    return tuple(
+            num_tokens = length
+    found = tuple(
         _StretchRun(
             own=run,
             context=plan.contexts[run.start],
@@ -250,17 +254,21 @@ def _runs(plan: AttentionPlan, window: int | None, device: torch.device) -> tupl
         )
         for run in runs
     )
+    plan.runs[window, device] = found
+    return found
 
 
-def _attend_together(plan: AttentionPlan, run: range, window: int | None) -> bool:
-    """Whether these stretches are few tokens, see the same before them, all of it, and have no blocks."""
-    paths = [plan.contexts[stretch] for stretch in run]
-    outside = {None if path is None else tuple(node for node in path if node < run.start) for path in paths}
-    if len(outside) > 1 or None in outside or any(plan.blocks_of(stretch, window) for stretch in run):
+def _attend_together(plan: AttentionPlan, run: range, stretch: int, window: int | None) -> bool:
+    """Whether the next stretch sees the same before a run as the run does, all of it, and neither has blocks."""
+    path, context = plan.contexts[stretch], plan.contexts[run.start]
+    if path is None or context is None:
         return False
-    num_tokens = sum(plan.lengths[stretch] for stretch in run)
-    num_keys = num_tokens + sum(plan.lengths[node] for node in paths[0] or ())
-    return num_tokens <= _MOST_TOGETHER and (window is None or num_keys <= window)
+    outside, within = path[: len(context)], path[len(context) :]
+    if outside != context or (within and within[0] < run.start):
+        return False
+    if plan.blocks_of(run.start, window) or plan.blocks_of(stretch, window):
+        return False
+    return window is None or sum(plan.lengths[i] for i in (*context, *run, stretch)) <= window
 
 
 def _visible_within(plan: AttentionPlan, run: range) -> torch.Tensor:
@@ -395,12 +403,14 @@ class AttentionPlan:
     contexts  for each stretch the numbers of those before it on its path, root first; None: padding, not computed
     blocks    for each stretch those in it; () where there are none at all
     reach     in which layers they are
+    runs      which stretches attend in one call, by window and device, once a layer has asked
     """
 
     lengths: tuple[int, ...]
     contexts: tuple[tuple[int, ...] | None, ...]
     blocks: tuple[tuple[Block, ...], ...] = ()
     reach: BlockReach = BlockReach.NOWHERE
+    runs: dict[tuple[int | None, torch.device], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def blocks_of(self, stretch: int, window: int | None) -> tuple[Block, ...]:
         """Those of a stretch, in layers with this window."""

@@ -89,7 +89,6 @@ def test_every_layout_gives_the_log_probabilities_and_gradients_of_the_sequences
     for way, (implementation, batches, isolation) in ways(own).items():
         model.set_attn_implementation(implementation)
         with mock.patch.object(attention, "_MOST_TOGETHER", 0 if "by itself" in way else 128):
-            attention._runs.cache_clear()
             found_K = log_probabilities(model, batches, isolation)
         torch.testing.assert_close(found_K, expected_K, atol=1e-4, rtol=0, msg=lambda text, w=way: f"{w}: {text}")
         assert abs(float((found_K.sum() - expected_K.sum()).detach())) < 1e-3, way
@@ -175,12 +174,11 @@ def test_stretches_that_attend_together_see_what_each_sees_alone(data: st.DataOb
     calls = {}
     for most in (0, 60, 128):
         with mock.patch.object(attention, "_MOST_TOGETHER", most):
-            attention._runs.cache_clear()
+            plan.runs.clear()
             calls[most] = len(attention._runs(plan, window, q.device))
             found = attend(q, k, v, sliding_window=window, scaling=None, **{PLAN: plan})
         torch.testing.assert_close(found[:, :size], expected[:, :size], atol=1e-5, rtol=1e-5)
         assert width == size or found[:, size:].abs().max() == 0
-    attention._runs.cache_clear()
     assert calls[128] <= calls[60] <= calls[0] == len(plan.lengths)
 
 

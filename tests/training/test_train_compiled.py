@@ -107,7 +107,6 @@ def test_attention_within_the_graphs_would_make_one_for_each_batch(
     """Control."""
     traced = attention.segments_attention._torchdynamo_orig_callable
     monkeypatch.setattr(attention, "segments_attention", traced)
-    monkeypatch.setattr(attention, "_runs", attention._runs.__wrapped__)  # Dynamo would warn of a cache
     first, *_, last = frames_after_steps(train, counter)
     assert first < last
 
