@@ -85,12 +85,13 @@ def reader_of(store: SampleStore) -> BatchReader:
 def children() -> set[int]:
     """The processes that this one has started and that have not been waited for.
 
-    But for the one that `multiprocessing` keeps until the end once it was used, as by tests that ran before.
+    But for those that `multiprocessing` keeps until the end once they were used, as by tests that ran before.
     """
     found = set()
     for task in Path("/proc/self/task").iterdir():
         found |= {int(pid) for pid in (task / "children").read_text().split()}
-    return {pid for pid in found if b"multiprocessing.resource_tracker" not in _command(pid)}
+    kept = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+    return {pid for pid in found if not any(name in _command(pid) for name in kept)}
 
 
 def _command(pid: int) -> bytes:
