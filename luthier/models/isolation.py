@@ -22,6 +22,7 @@ from luthier.models.attention import PLAN, SEGMENTS, BlockReach, plan_attention,
 from luthier.models.attention_inputs import Isolation, Windows, attention_inputs, layer_windows
 from luthier.models.encoders import with_encoder_outputs
 from luthier.models.mixers import part_mixers
+from luthier.models.quantized import rounds_inputs
 from luthier.models.submodules import MediaNeeds, evaluating, plain_model, set_text_attention, text_attention
 from luthier.packing.settings import Segments
 from luthier.records import Batch, Branch, Pack, Sample, Segment
@@ -103,8 +104,8 @@ def choose_isolation(
 
 
 def _way_out(plain: nn.Module) -> str:
-    if any(type(layer).__name__ == "Linear8bitLt" for layer in plain.modules()):
-        why = "LLM.int8 computes columns with large values otherwise for all rows that it reads at once"
+    if rounds_inputs(plain):
+        why = "a base in int8 computes large values apart, so what stands beside a sequence changes its numbers"
         return f"{why}: set train.packing: none, or model.quantization: nf4 or torchao_int8"
     return "set model.attn_implementation: auto, or train.packing: none"
 
