@@ -219,14 +219,15 @@ class Answering:
         rows = [(asked, asked.begin()) for asked, count in chosen for _ in range(count)]
         scores_BV = torch.stack([asked.scores_V for asked, _ in rows if asked.scores_V is not None])
         advance([row for _, row in rows], scores_BV, self.answerer.tokenizer)
-        for _, row in rows:
+        joining = []
+        for asked, row in rows:
             if row.ended:
                 self._tell_end(row)
-        going_on = [(asked, row) for asked, row in rows if not row.ended]
-        self.joined.join(
-            [(asked.cache, asked.row, len(asked.request.prompt)) for asked, _ in going_on if asked.cache is not None]
-        )
-        self.rows += [row for _, row in going_on]
+            else:
+                assert asked.cache is not None
+                joining.append((asked.cache, asked.row, len(asked.request.prompt)))
+        self.joined.join(joining)
+        self.rows += [row for _, row in rows if not row.ended]
 
     def _answer_whole(self, rows: list[BatchRow]) -> None:
         """A batch from its beginning to its end."""

@@ -136,6 +136,15 @@ def test_draws_have_the_probabilities_of_the_model() -> None:
     assert (abs(counts - shares) <= 4 * np.sqrt(shares * (1 - shares) / 10_000)).all()
 
 
+def test_a_draw_is_made_of_the_seed_the_request_the_sample_and_the_place() -> None:
+    """Whichever places were drawn before, and now as ever: runs go on with numbers that others of them began with."""
+    request = Request(prompt=np.array([1], np.int32), settings=GenerateConfig(seed=9), key=0, draw=2**63 + 5)
+    row = BatchRow(request=request, sample=3, features={})
+    for place in (4, 0, 4, 300, 7):
+        key, counter = np.array([9, 2**63 + 5], np.uint64), np.array([0, 0, 3, place], np.uint64)
+        assert row.draw(place) == np.random.Generator(np.random.Philox(key=key, counter=counter)).random()
+
+
 @pytest.mark.parametrize("ties", [False, True])
 def test_the_likeliest_tokens_that_pass_are_those_of_transformers_rules(
     monkeypatch: pytest.MonkeyPatch, *, ties: bool
