@@ -1,5 +1,6 @@
-"""Attention within segments only, for any decoder of transformers: no mask is built, and no pair of tokens that may not
-see each other is computed. The cost of a packed row is the sum of its segments' squares, not the square of the row.
+"""Attention within segments only, for any decoder of transformers: there is no mask of a whole row, and pairs of tokens
+that may not see each other are computed only among few tokens that attend together, as a call of its own for each would
+cost more. The cost of a packed row is the sum of its segments' squares, not the square of the row.
 
 ``luthier_segments`` is registered through transformers' public interfaces. Which tokens see which comes with the call
 (``model(…, attention_plan=plan)``) and is handed down to every attention layer; ``cu_seq_lens_q``, as FlashAttention
@@ -224,7 +225,7 @@ class _StretchRun:
 
     own         their numbers
     context     the stretches before them that all of them see; None: padding
-    visible_nn  which of their tokens see which of them; None: it is one stretch
+    visible_nn  `_visible_within` the run; None: it is one stretch
     """
 
     own: range
@@ -234,8 +235,7 @@ class _StretchRun:
 
 def _runs(plan: AttentionPlan, window: int | None, device: torch.device) -> tuple[_StretchRun, ...]:
     """All stretches in order; those are together that `_attend_together`."""
-    found: tuple[_StretchRun, ...] | None = plan.runs.get((window, device))
-    if found is not None:
+    if (found := plan.runs.get((window, device))) is not None:
         return found
     runs: list[range] = []
     num_tokens = 0
@@ -272,7 +272,7 @@ def _attend_together(plan: AttentionPlan, run: range, stretch: int, window: int 
 
 
 def _visible_within(plan: AttentionPlan, run: range) -> torch.Tensor:
-    """bool[n, n]."""
+    """bool[n, n]: which of the run's tokens see which of them."""
     paths = [(*(plan.contexts[stretch] or ()), stretch) for stretch in run]
     sees = torch.tensor([[stretch in path for stretch in run] for path in paths])
     lengths = torch.tensor([plan.lengths[stretch] for stretch in run])
@@ -403,14 +403,16 @@ class AttentionPlan:
     contexts  for each stretch the numbers of those before it on its path, root first; None: padding, not computed
     blocks    for each stretch those in it; () where there are none at all
     reach     in which layers they are
-    runs      which stretches attend in one call, by window and device, once a layer has asked
+    runs      which stretches attend in one call, by window and device: found when a layer asks first, for all others
     """
 
     lengths: tuple[int, ...]
     contexts: tuple[tuple[int, ...] | None, ...]
     blocks: tuple[tuple[Block, ...], ...] = ()
     reach: BlockReach = BlockReach.NOWHERE
-    runs: dict[tuple[int | None, torch.device], Any] = field(default_factory=dict, compare=False, repr=False)
+    runs: dict[tuple[int | None, torch.device], tuple[_StretchRun, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def blocks_of(self, stretch: int, window: int | None) -> tuple[Block, ...]:
         """Those of a stretch, in layers with this window."""
