@@ -6,7 +6,6 @@ import functools
 import gc
 import hashlib
 import json
-import logging
 import os
 import re
 import signal
@@ -21,7 +20,6 @@ from typing import Any
 import hypothesis
 import pytest
 import tokenizers
-from _pytest.logging import catching_logs
 
 from luthier.errors import RowError
 
@@ -162,25 +160,6 @@ def _nothing_waits_for_the_disk() -> Iterator[None]:
     the disk itself. A tiny run asks for that fourteen times, which takes longer than its steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _records_are_caught_at_the_root() -> Iterator[None]:
-    """Before each of a test's three stages pytest hangs two handlers on every logger that passes no records on. Torch
-    has ninety of those, and they take longer than all else that an empty test needs. No test reads their records."""
-    enter = catching_logs.__enter__
-
-    def at_the_root(catching: catching_logs[Any]) -> Any:
-        if catching.level is not None:
-            return enter(catching)
-        logging.getLogger().addHandler(catching.handler)
-        catching.attached_loggers.append(logging.getLogger())
-        return catching.handler
-
-    with pytest.MonkeyPatch.context() as patch:
-        if hasattr(catching_logs, "attached_loggers"):
-            patch.setattr(catching_logs, "__enter__", at_the_root)
         yield
 
 
