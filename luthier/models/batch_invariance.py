@@ -318,3 +318,59 @@ def _forward(model: PreTrainedModel, **inputs: Any) -> object:
     assert family is not None
     given = {name: value for name, value in inputs.items() if value is not None}  # adapters fill in all they know
     return type(model).forward(model, **family.named(given))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Models whose class takes a batch as one mapping, with pictures in lists (MiniCPM-V up to 4.5, MiniCPM-o).
+#
+# ``forward(data)`` finds in ``data`` the slices of each row's pictures as a list of tensors, their sizes, and where in
+# the row the slots of each slice begin and end (``image_bound``). A batch has the slices side by side, their sizes, and
+# which tokens are slots: all that is needed to make the lists. Of a batch without pictures the class would encode a
+# black one, to add nothing of it; it is told that all is encoded.
+#
+# B rows, T tokens, N slices of P x W_n pixels, W all of their widths.
+
+
+def list_pictures(model: PreTrainedModel) -> bool:
+    """Let the model take batches like any other, if its family says so (`Family.in_lists`)."""
+    if not any(family.in_lists for family in families_of(model.config)):
+        return False
+    model.forward = MethodType(_forward_of_lists, model)
+    model.generate = MethodType(_generate_of_lists, model)
+    return True
+
+
+def _forward_of_lists(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, **inputs: Any) -> object:
+    data, rest = _lists(input_ids, inputs)
+    return type(model).forward(model, {**data, "position_ids": position_ids}, **rest)
+
+
+def _generate_of_lists(model: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """int64[B, T + new]: the class's own function wants a tokenizer, and stops where that says."""
+    data, rest = _lists(input_ids, inputs)
+    embedded_BTD, _ = model.get_vllm_embedding(data)
+    new: torch.Tensor = model.llm.generate(inputs_embeds=embedded_BTD, **rest)
+    return torch.cat([input_ids, new], dim=1)
+
+
+def _lists(ids_BT: torch.Tensor, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``data``, but for positions, and the inputs that are for the language model alone."""
+    rest = {name: value for name, value in inputs.items() if value is not None}  # adapters fill in all they know
+    slots_BT, pixels_3PW, sizes_N2 = (
+        rest.pop(name, None) for name in ("mm_token_type_ids", "pixel_values", "target_sizes")
+    )
+    if pixels_3PW is None:
+        return {"input_ids": ids_BT, "vision_hidden_states": [[]] * len(ids_BT)}, rest
+    edges_BT = nn.functional.pad(slots_BT, (1, 1)).diff(dim=1)
+    bounds = [
+        torch.stack([(edges_T == 1).nonzero()[:, 0], (edges_T == -1).nonzero()[:, 0]], dim=1) for edges_T in edges_BT
+    ]
+    counts = [len(bound) for bound in bounds]
+    slices = pixels_3PW.split((sizes_N2.prod(dim=1) * pixels_3PW.shape[1]).tolist(), dim=-1)
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    return {
+        "input_ids": ids_BT,
+        "pixel_values": [list(slices[end - count : end]) for end, count in zip(ends, counts, strict=True)],
+        "tgt_sizes": list(sizes_N2.split(counts)),
+        "image_bound": bounds,
+    }, rest

@@ -43,7 +43,7 @@ from luthier.models.quantized import (
     stored_method,
 )
 from luthier.models.routers import choose_experts
-from luthier.models.submodules import decoder_family, families_of, is_multimodal, multimodal_class, text_attention
+from luthier.models.submodules import families_of, is_multimodal, multimodal_class, text_attention
 from luthier.models.vocabulary import (
     Vocabulary,
     check_computes,
@@ -133,6 +133,7 @@ def _mend(model: PreTrainedModel) -> None:
     batch_invariance.join_shared_slots(model)
     batch_invariance.merge_frames_by_chunk(model)
     batch_invariance.name_decoder_inputs(model)
+    batch_invariance.list_pictures(model)
     settle(model)
     model.train()
 
@@ -457,7 +458,8 @@ def reward_class(model_config: PretrainedConfig) -> Any:
     kind = type(model_config)
     if kind in AutoModelForSequenceClassification._model_mapping:
         return AutoModelForSequenceClassification
-    generating = None if decoder_family(model_config) is not None else multimodal_class(model_config)
+    comes_with_files = any(row.in_lists or row.decoder_names for row in families_of(model_config))
+    generating = None if comes_with_files else multimodal_class(model_config)
     if generating is None:
         raise ModelError(
             f"transformers knows no reward model for a {kind.__name__}, and none from which one could be made",

@@ -10,7 +10,14 @@ from typing import Any
 
 from peft import PeftModel
 from torch import nn
-from transformers import AutoModel, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -75,7 +82,8 @@ class ModelParts:
 def multimodal_class(config: PretrainedConfig) -> Any | None:
     """transformers' Auto class for models that take images, videos or audio beside text; None: it has none for this.
 
-    A family with `Family.decoder_names` comes with its own class, which its files name for `AutoModel`.
+    A family with `Family.decoder_names` or `Family.in_lists` comes with its own class, which its files name for
+    `AutoModel` and `AutoModelForCausalLM`.
 
     Audio Flamingo and Music Flamingo have an encoder and a language model like others, but transformers lists them with
     translators of speech alone.
@@ -84,8 +92,10 @@ def multimodal_class(config: PretrainedConfig) -> Any | None:
         return AutoModelForMultimodalLM
     if decoder_family(config) is not None:
         return AutoModel
-    has_row = any(config.model_type in row.model_types for row in FAMILIES.values())
-    return AutoModelForSeq2SeqLM if has_row and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING else None
+    rows = [row for row in FAMILIES.values() if config.model_type in row.model_types]
+    if any(row.in_lists for row in rows):
+        return AutoModelForCausalLM
+    return AutoModelForSeq2SeqLM if rows and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING else None
 
 
 def decoder_family(config: PretrainedConfig) -> Family | None:

@@ -136,6 +136,8 @@ def _begin(model: PreTrainedModel, numbers: list[int], vocabulary: Vocabulary, *
 
 def fit_generation(model: PreTrainedModel, vocabulary: Vocabulary, notes: list[str]) -> None:
     """See that the saved model stops where this tokenizer says, and that its generation settings can be saved."""
+    if not model.can_generate():  # a class of the model's own files, which transformers prepares only once a process
+        model.generation_config = GenerationConfig.from_model_config(model.config)
     settings: GenerationConfig = model.generation_config
     declared = settings.eos_token_id
     stops = [declared] if isinstance(declared, int) else list(declared or [])

@@ -240,6 +240,8 @@ class Family:
     merges_frames its model makes one frame of several, which its class then fails on (`models.batch_invariance`)
     token_inputs  outputs along the tokens, computed from ids and features
     own_frames    of a model whose encoder of sounds hears what fills up a batch; None: it is hidden from it
+    in_lists      its class takes one mapping, with pictures as lists by row and their slots by where these begin and
+                  end: batches are put so for it (`models.batch_invariance`)
     decoder_names of a decoder beside an encoder: what it calls the inputs along the tokens, "" of one that it does not
                   take. Its picture is on no token of the text, and each row has exactly one
     chat_template for processors that come without one
@@ -267,6 +269,7 @@ class Family:
     merges_frames: bool = False
     token_inputs: Mapping[str, TokenInput] = field(default_factory=dict)
     own_frames: OwnFrames | None = None
+    in_lists: bool = False
     decoder_names: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = None
     positions: str | None = None

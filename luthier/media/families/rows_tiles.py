@@ -445,4 +445,18 @@ REMOTE_ROWS = (
         reason="its decoder attends to the image of the whole row",
         modules=Modules(tower=("encoder.model_encoder",), projector=("encoder",), language=("decoder", "lm_head")),
     ),
+    *(
+        Family(
+            name=name,
+            processors=(processor,),
+            model_types=(name,),
+            image=Rule(measure=pictures.sizes, replace=expansion.bounded, mark=expansion.BOUNDED_MARK, fold=16),
+            batching={"pixel_values": CAT_LAST, "target_sizes": CAT},
+            call=rules.in_one_piece,
+            token_inputs={"mm_token_type_ids": rules.bounded_kinds},
+            in_lists=True,
+            modules=Modules(tower=("vpm",), projector=("resampler",), language=("llm.model", "llm.lm_head")),
+        )
+        for name, processor in (("minicpmv", "MiniCPMVProcessor"), ("minicpmo", "MiniCPMOProcessor"))
+    ),
 )

@@ -123,6 +123,14 @@ def kinds(processor: Processor, input_ids: TokenIds, features: Features) -> NDAr
     return np.asarray(processor.create_mm_token_type_ids([input_ids.tolist()])[0], dtype=np.int64)
 
 
+def bounded_kinds(processor: Processor, input_ids: TokenIds, features: Features) -> NDArray[np.int64]:
+    """int64[T]: 1 for what stands for a picture or a slice of it between its two marks (MiniCPM-V up to 4.5)."""
+    part, number = processor.image_processor, processor.tokenizer.convert_tokens_to_ids
+    opens = np.isin(input_ids, number([part.im_start_token, part.slice_start_token]))
+    closes = np.isin(input_ids, number([part.im_end_token, part.slice_end_token]))
+    return (np.cumsum(opens) > np.cumsum(closes)).astype(np.int64) * ~opens
+
+
 def expert_kinds(processor: Processor, input_ids: TokenIds, features: Features) -> NDArray[np.int64]:
     """int64[T]: the same with the tokens around an item counted in, by which ERNIE 4.5 VL routes to experts."""
     return np.asarray(processor.create_moe_mm_token_type_ids(input_ids[None].tolist())[0], dtype=np.int64)
@@ -210,6 +218,20 @@ def beside_text(processor: Processor, text: str, arguments: Options) -> Outputs:
     begun = text.replace(PICTURE_MARK, processor.tokenizer.eos_token, 1)
     called: Outputs = processor(text=[begun], text_kwargs={"add_special_tokens": False}, **flat)
     return called
+
+
+def in_one_piece(processor: Processor, text: str, arguments: Options) -> Outputs:
+    """MiniCPM-V up to 4.5 and MiniCPM-o, which give the slices of a text as a list: here they lie side by side.
+
+    Of N slices of 3 channels, P pixels high, with L patches each: ``pixel_values`` [3, P, sum of L * P] and
+    ``target_sizes`` [N, 2], rows and columns of patches.
+    """
+    import torch
+
+    made = processor(text=[text], images=arguments["images"])
+    slices = [torch.as_tensor(one) for one in made["pixel_values"][0]]
+    sizes = torch.as_tensor(made["tgt_sizes"][0])
+    return {"input_ids": made["input_ids"], "pixel_values": torch.cat(slices, dim=-1), "target_sizes": sizes}
 
 
 def one_by_one(processor: Processor, text: str, arguments: Options) -> Outputs:

@@ -28,6 +28,11 @@ def nothing(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
     return {}
 
 
+def sizes(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """For processors that count by a picture's own size (MiniCPM-V up to 4.5): ``sizes`` [N, 2], (width, height)."""
+    return {"sizes": [(item.width, item.height) for item in headers]}
+
+
 def area_grid(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
     """Within two limits of area (Qwen2-VL and its heirs): ``image_grid_thw`` int64[N, 3]."""
     return _grid(settings, headers, _fit_area)

@@ -125,6 +125,7 @@ def _video(
 
 
 PICTURE_MARK = "<|picture|>"  # what is written for a picture where a tokenizer has no token for one
+BOUNDED_MARK = "(<image>./</image>)"  # what MiniCPM-V up to 4.5 replaces in a text
 
 
 def kind_of(header: MediaHeader) -> MediaKind:
@@ -225,3 +226,9 @@ def merged_slots(settings: Settings, measured: Measured, index: int) -> str:
 def decoder_start(settings: Settings, measured: Measured, index: int) -> str:
     """Nemotron-Parse, whose text has no place for its picture: the token that its decoder begins with stands for it."""
     return str(settings.processor.tokenizer.eos_token)
+
+
+def bounded(settings: Settings, measured: Measured, index: int) -> str:
+    """MiniCPM-V up to 4.5 and MiniCPM-o: the same slots for the picture and each of its slices, each between marks."""
+    string: str = settings.part.get_slice_image_placeholder(measured["sizes"][index], index)
+    return string
