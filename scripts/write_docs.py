@@ -11,7 +11,7 @@ from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 
-from doc_tables import config_reference, family_table, loss_table, optimizer_table, templates_table
+from doc_tables import config_reference, family_table, loss_table, optimizer_table, refusal_list, templates_table
 
 from luthier.encoding.tokenizer import load_tokenizer
 
@@ -29,7 +29,9 @@ def main() -> None:
     optimizers = ROOT / "docs" / "optimizers.md"
     optimizers.write_text(_with_table(optimizers.read_text(encoding="utf-8"), optimizer_table()), encoding="utf-8")
     families = ROOT / "docs" / "families.md"
-    families.write_text(_with_table(families.read_text(encoding="utf-8"), family_table()), encoding="utf-8")
+    page = _with_table(families.read_text(encoding="utf-8"), family_table())
+    before, begin, _ = page.partition("refused by name, with the reason.\n\n")
+    families.write_text(before + begin + refusal_list(), encoding="utf-8")
     (ROOT / "docs" / "support_matrix.md").write_text(_support_page(), encoding="utf-8")
     print("wrote docs/config.md, docs/support_matrix.md, luthier/cli/quickstart*.yaml")
     print("and the tables of docs/templates.md, docs/objectives.md, docs/optimizers.md and docs/families.md")

@@ -100,6 +100,7 @@ STREAMS = "it takes audio and writes at the same time, in steps that are no toke
 DRAWS = "it is trained to write audio or movements, which are no tokens"
 FIRST = "its class takes one image a text, in front of all text, and reads the text a second time with other tokens"
 TELLS = "its class writes into the text how long the audio is, which no chat template can"
+ITS_OWN = "its classes come with its files, and no row has been compared with them"
 UNTESTED = "its processor needs a package that is not among Luthier's, so nothing could be compared with it"
 
 PROCESSORS: Mapping[str, str] = {
@@ -143,10 +144,12 @@ MODEL_TYPES: Mapping[str, str] = {
     "kosmos-2": FIRST,
     "kosmos-2.5": FIRST,
     "moonshine": ENCODES,
+    "moss_vl": "its layers look across at frames, by positions and masks that only the classes in its files make",
     "seamless_m4t_v2": ENCODES,
     "speech-encoder-decoder": ENCODES,
     "t5gemma2": ENCODES,
     "vision-encoder-decoder": ENCODES,
+    "youtu_vl": ITS_OWN,
 }
 
 
