@@ -149,7 +149,7 @@ def build_blueprint(
     plain = 0  # how many runs of the path before come before its first learned one
     for path in paths:
         start, kept = _shared_start(before, path, runs)
-        runs = [*runs[:kept], *_runs(path, start, index_of, control)]
+        runs[kept:] = _runs(path, start, index_of, control)
         before = path
         while levels[-1][0] > min(kept, plain):
             levels.pop()

@@ -63,13 +63,13 @@ def ending_of(prompt: str, known: Collection[str] | str) -> Ending:
     """
     start = max(0, len(prompt) - LONGEST_ENDING)
     last = _CLOSE.search(prompt, max(start, start + len(prompt[start:].rstrip()) - LONGEST_TAG))
-    found = None if last is None else _CLOSED.search(prompt, start)
+    found = None if last is None else _CLOSED.search(prompt, _tag_before(prompt, start, last.start()))
     if found is not None and found[4] in closings_of(found[1]) and not _is_header(found[1] + found[2]):
         return Ending(header_end=found.start(), opening=found[1] + found[2], closing=found[4], space=found[3])
     found = last
     if found is not None and _OF_THOUGHT.search(found[1]) and (opened := _opened_by(found[1], known)):
         return Ending(header_end=found.start(), opening=opened, closing=found[1])
-    found = _OPEN.search(prompt, start)
+    found = _OPEN.search(prompt, _tag_before(prompt, start, len(prompt)))
     if found is not None and not _OF_TURN.search(found[1]):
         closings = closings_of(found[1])
         closing = next((tag for tag in closings if tag in known), None)
@@ -79,6 +79,15 @@ def ending_of(prompt: str, known: Collection[str] | str) -> Ending:
             opening, space = found[1] + found[2], found[3]
             return Ending(header_end=found.start(), opening=opening, closing=closing, space=space, is_open=True)
     return Ending(header_end=len(prompt))
+
+
+def _tag_before(prompt: str, start: int, end: int) -> int:
+    """Where to look from for a tag that has nothing but a name and white space between it and ``end``: a search from
+    ``start`` on would take long."""
+    end = start + len(prompt[start:end].rstrip())
+    while end > start and (prompt[end - 1].isalnum() or prompt[end - 1] == "_"):
+        end -= 1
+    return max(start, end - LONGEST_TAG)
 
 
 def closing_of_thought(prompt: str, known: Collection[str] | str) -> str:

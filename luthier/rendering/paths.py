@@ -54,27 +54,26 @@ def cut_paths(paths: Sequence[tuple[Path, Weigh]], control: ControlTokens) -> li
     can; so give paths beside each other that share much, and weigh what is not learned in them the same.
     """
     cut: list[tuple[Piece, ...]] = []
+    pieces: list[Piece] = []
     before: Path | None = None
     ends: list[int] = []  # where each piece of the path before ends
     for path, weigh in paths:
-        reused, start = ((), 0) if before is None else _common_pieces(cut[-1], ends, before, path)
+        num_reused, start = (0, 0) if before is None else _common_pieces(pieces, ends, before, path)
         own = cut_pieces(path.recording, control, path.spans, weigh, media=path.media, start=start, end=path.end)
-        pieces = (*reused, *own)
+        pieces[num_reused:] = own
         if path.stop is not None:
             span = next(span for span in reversed(path.spans) if not span.is_history)
             weight = weigh(Owner(scope=span.message), span, True)
-            pieces = (*pieces, ControlPiece(token=path.stop, by_model=True, weight=weight, message=span.message))
-        cut.append(pieces)
-        lengths = [len(one.text if isinstance(one, TextPiece) else one.token) for one in pieces[len(reused) :]]
-        ends = [*ends[: len(reused)], *list(accumulate(lengths, initial=start))[1:]]
+            pieces.append(ControlPiece(token=path.stop, by_model=True, weight=weight, message=span.message))
+        cut.append(tuple(pieces))
+        lengths = [len(one.text if isinstance(one, TextPiece) else one.token) for one in pieces[num_reused:]]
+        ends[num_reused:] = list(accumulate(lengths, initial=start))[1:]
         before = path
     return cut
 
 
-def _common_pieces(
-    pieces: tuple[Piece, ...], ends: Sequence[int], one: Path, other: Path
-) -> tuple[tuple[Piece, ...], int]:
-    """The first of one path's pieces, up to a control token, that are the other's too, and where they end."""
+def _common_pieces(pieces: Sequence[Piece], ends: Sequence[int], one: Path, other: Path) -> tuple[int, int]:
+    """How many of one path's first pieces, up to a control token, are the other's too, and where they end."""
     mine, theirs = one.recording, other.recording
     alike = 0
     if mine.base is theirs.base is not None:  # up to there both are what the base begins with
@@ -88,8 +87,8 @@ def _common_pieces(
             break
     for index in range(bisect_right(ends, limit) - 1, -1, -1):
         if isinstance(pieces[index], ControlPiece):
-            return pieces[: index + 1], ends[index]
-    return (), 0
+            return index + 1, ends[index]
+    return 0, 0
 
 
 def paths_of(
@@ -236,8 +235,8 @@ def _mark_history(
     """
     own = {span.message for span in path.spans}
     path.spans += [span for index, span in marks[:kept] if span is not None and index not in own]
-    for index, _ in marks[kept:]:
-        if index in own or index >= path.num_messages:
+    for index, _ in marks[kept : bisect_left(marks, path.num_messages, key=itemgetter(0))]:
+        if index in own:
             continue
         span = _mark(path, index, contexts[index], control, history)
         if span is not None:
@@ -432,9 +431,10 @@ def cut_pieces(
     sketch, so what looks like a control token there is one. Gives the pieces from ``start`` on, which is the end of a
     control token, to ``end``.
     """
-    sketch = recording.sketch[:end]
+    sketch = recording.sketch
+    end = len(sketch) if end is None else min(end, len(sketch))
     spans = sorted((span for span in spans if span.end > start), key=attrgetter("seam", "end"))
-    seams = {start, len(sketch), *(span.seam for span in spans if start < span.seam < len(sketch))}
+    seams = {start, end, *(span.seam for span in spans if start < span.seam < end)}
     pieces: list[Piece] = []
     for begin, stop in pairwise(sorted(seams)):  # no token reaches over a seam: inference encodes the two sides apart
         position = begin

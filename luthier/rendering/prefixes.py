@@ -18,15 +18,17 @@ rendered whole.
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from luthier.errors import RowError
 from luthier.records import Conversation
 from luthier.rendering.template import ChatTemplate, MessageSpan, Recording
-from luthier.rendering.text_references import Alphabet, Slot, filled_in, is_reference
+from luthier.rendering.text_references import Alphabet, Slot, exchanged, filled_in, is_reference
 from luthier.rendering.trace import Owner
 from luthier.writing import counted
 
@@ -39,6 +41,19 @@ MOST_WHOLE = 250_000  # messages that may be rendered for the contexts of one lo
 
 class NotLocal(Exception):
     """A context that was put together is not what the template prints: its contexts have to be rendered whole."""
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Garbage is not looked for: nearly all that is made of a long row is kept, and to look at it again and again would
+    take a fifth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 RenderWindow = Callable[[int, int, int, bool, Mapping[str, object]], Recording]
@@ -237,18 +252,16 @@ class Prefixes:
         if not trunk.sketch.startswith(window.sketch[: there[0]]):
             return None
         by = self.offsets[head + shift] - self.offsets[head]
-        table = {
-            ord(char): self.alphabet.char(Slot(slot.number + by, slot.operations)) for char, slot in seen.slots.items()
-        }
-        if trunk.sketch[here[1] : here[3]] != window.sketch[there[0] : there[2]].translate(table):
+        table = {char: self.alphabet.char(Slot(slot.number + by, slot.operations)) for char, slot in seen.slots.items()}
+        if trunk.sketch[here[1] : here[3]] != exchanged(window.sketch[there[0] : there[2]], table):
             return None
         numbers = {ord(char): chr(whole.number(_shifted(owner, head, shift))) for char, owner in seen.owners.items()}
         joined = Recording(
-            sketch=trunk.sketch[: here[2]] + window.sketch[cut:].translate(table),
+            sketch=trunk.sketch[: here[2]] + exchanged(window.sketch[cut:], table),
             owners=trunk.owners[: here[2]] + window.owners[cut:].translate(numbers),
             owner_table=whole.owners,
             guards=tuple(
-                guard._replace(sketches=tuple(one.translate(table) for one in guard.sketches)) if moves else guard
+                guard._replace(sketches=tuple(exchanged(one, table) for one in guard.sketches)) if moves else guard
                 for guard, moves in zip(window.guards, seen.guards_move, strict=True)
             ),
             base=trunk,

@@ -40,6 +40,8 @@ class RowHistory:
     has_media: bool = False
 
     def __post_init__(self) -> None:
+        if self.offsets:
+            return
         self.offsets = list(accumulate((len(message_strings(one)) for one in self.row.messages), initial=0))
         self.has_media = bool(media_of(self.row.messages))
         if len(self.row.messages) > LONG:
@@ -80,6 +82,7 @@ class RowHistory:
         messages = (*self.row.messages[:head], *self.row.messages[start:end])
         strings = self.strings[: self.offsets[head]] + self.strings[self.offsets[start] : self.offsets[end]]
         shapes = (*self.shapes[:head], *self.shapes[start:end])
+        skipped = self.offsets[start] - self.offsets[head]
         short = RowHistory(
             self.template,
             replace(self.row, messages=messages),
@@ -88,6 +91,7 @@ class RowHistory:
             self.recordings,
             joins=False,
             written=self.written,
+            offsets=[*self.offsets[:head], *(each - skipped for each in self.offsets[start : end + 1])],
         )
         return short._recorded(len(messages), generation_prompt, kwargs)
 

@@ -9,6 +9,7 @@ blueprint, which serves every row of the same shape that answers the template's 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any
@@ -35,7 +36,7 @@ from luthier.rendering.messages import (
 )
 from luthier.rendering.openings import closing_of_thought, ending_of
 from luthier.rendering.paths import Path, Weigh, can_be_asked, cut_paths, learned_spans, paths_of, prompt_path
-from luthier.rendering.prefixes import Joint, Judge, NotLocal
+from luthier.rendering.prefixes import LONG, Joint, Judge, NotLocal, uncollected
 from luthier.rendering.recordings import Recordings, RowHistory, unshared
 from luthier.rendering.substitution import other_strings
 from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns
@@ -265,11 +266,12 @@ class Renderer:
                 raise RowError("blank_answer", "the answer is blank, and nothing else of this row is trained")
             raise RowDropped("no_target", other_rows.nothing_learned(row, train_on))
         _refuse_too_many(row, max(1, len(turns)), self.policy.history)
-        try:
-            return self._made(RowHistory(template, row, shapes, strings, self._recordings), turns, weights)
-        except NotLocal:
-            history = RowHistory(template, row, shapes, strings, self._recordings, joins=False)
-            return self._made(history, turns, weights)
+        with uncollected() if len(row.messages) > LONG else nullcontext():
+            try:
+                return self._made(RowHistory(template, row, shapes, strings, self._recordings), turns, weights)
+            except NotLocal:
+                history = RowHistory(template, row, shapes, strings, self._recordings, joins=False)
+                return self._made(history, turns, weights)
 
     def _made(self, history: RowHistory, turns: list[int], weights: Weights) -> _CachedBlueprint:
         row, template = history.row, history.template

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,17 @@ def test_a_prompt_tells_by_its_tags_what_it_opens_and_closes(
     ending = ending_of(prompt, "</assistant>")
     assert (ending.opening, ending.closing, ending.is_open) == (opening, closing, is_open)
     assert bool(closing) == (ending.header_end < len(prompt))
+
+
+@pytest.mark.parametrize("name", ["", "thought", "assistant_2"])
+@pytest.mark.parametrize("space", ["", "\n", "\n\n", " \t\n\x1c"])
+@pytest.mark.parametrize(
+    "tags", ["<think>", "<think>{}</think>", "<|channel>{}<channel|>", "[THINK]", "◁think▷{}◁/think▷"]
+)
+def test_how_a_prompt_ends_does_not_depend_on_what_stands_far_before(tags: str, name: str, space: str) -> None:
+    tail = "<m>" + (tags.format(name + space) if "{}" in tags else tags + name + space)
+    known = "</think>\0[/THINK]"
+    alone = ending_of(tail, known)
+    for before in ("word " * 200, "<think>a</think>" * 30, "[THINK]" * 40 + "x" * 300, "<" + "y" * 39):
+        longer = ending_of(before + tail, known)
+        assert replace(longer, header_end=longer.header_end - len(before)) == alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -224,3 +225,15 @@ def test_a_long_row_serves_others_of_its_shape() -> None:
 
 def test_a_row_with_a_thousand_branches_is_rendered() -> None:
     assert len(renderer(REWRITING).fill(long_row(1_200)).blueprint.branches) > 1_000
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(is_on: bool) -> None:
+    (gc.enable if is_on else gc.disable)()
+    try:
+        with pytest.raises(prefixes.NotLocal), prefixes.uncollected():
+            assert not gc.isenabled()
+            raise prefixes.NotLocal
+        assert gc.isenabled() is is_on
+    finally:
+        gc.enable()
