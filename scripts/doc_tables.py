@@ -142,7 +142,7 @@ def optimizer_table() -> str:
 def _setting(default: Default) -> str:
     match default:
         case tuple():
-            return " or ".join(default)
+            return " or ".join(_setting(each) for each in default)
         case type():
             return "unset"
         case bool():

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 OptimizerSetting = float | int | bool | str
-Default = OptimizerSetting | tuple[str, ...] | type
-"""What a setting is by default; of a tuple of words the first; a type where the optimizer's package has the default."""
+Default = OptimizerSetting | tuple[OptimizerSetting, ...] | type
+"""What a setting is by default: the first of a tuple, which has all that it can be; a type where the optimizer's
+package has the default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +67,7 @@ def _wanted(default: Default, value: object) -> str | None:
     """What a value should be; None: it is."""
     kind = default if isinstance(default, type) else type(default)
     if isinstance(default, tuple):
-        return None if value in default else f"one of {', '.join(default)}"
+        return None if value in default else f"one of {', '.join(map(_shown, default))}"
     if kind is bool:
         return None if isinstance(value, bool) else "true or false"
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -82,13 +83,17 @@ def _wanted(default: Default, value: object) -> str | None:
 def _example(default: Default) -> str:
     match default:
         case tuple():
-            return default[0]
+            return _shown(default[0])
         case bool():
             return str(not default).lower()
         case type():
             return "100"
         case _:
             return str(default)
+
+
+def _shown(setting: OptimizerSetting) -> str:
+    return str(setting).lower() if isinstance(setting, bool) else str(setting)
 
 
 _BITSANDBYTES = ("bitsandbytes", "bitsandbytes")
@@ -143,7 +148,9 @@ _ROWS = (
     _torch("adamw_torch_fused", says="AdamW in one kernel"),
     _torch("adamw_torch_xla", needs=(("torch_xla", "torch_xla"),), says="AdamW for XLA devices"),
     _torch("adamw_torch_npu_fused", needs=(("torch_npu", "torch_npu"),), says="AdamW for NPUs"),
-    _torch("adafactor", has_betas=False, paper="1804.04235", says="Adam with factored states, at a rate from outside"),
+    # transformers sets both so and reads neither; files write them all the same
+    _torch("adafactor", {"scale_parameter": (False,), "relative_step": (False,)}, has_betas=False, paper="1804.04235",
+           says="Adam with factored states, at a rate from outside"),
     OptimizerRow(
         name="adamw_anyprecision",
         needs=(("torchdistx", "git+https://github.com/pytorch/torchdistx"),),

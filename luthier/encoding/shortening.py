@@ -27,6 +27,7 @@ from luthier.writing import counted
 
 SHORTENED = "prompt shortened to keep the answer"  # notes on rows
 TOKENS_LEFT_OUT = "prompt tokens left out to keep the answer"
+END_LEFT_OUT = "end without a learned answer left out as it is too long"
 ANSWERS_LEFT_OUT = "answers left out that are too long even with the shortest prompt"
 STILL_TOO_LONG = "still_too_long"  # the reason for which a row is dropped
 ROWS_AT_A_TIME = 1000
@@ -42,6 +43,11 @@ class ShorterRow:
     row: Conversation | Preference | Feedback
     kept: tuple[int, ...]
     policy: TargetPolicy
+
+    @property
+    def lost_turns(self) -> bool:
+        """Whether turns of the prompt are left out, not only what stands behind the last answer."""
+        return self.kept != tuple(range(len(self.kept)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,8 +177,10 @@ class Shortener:
     def _joined(self, shorter: _ShorterSamples, whole: Sample) -> Sample:
         """The samples of the shorter rows side by side, each a tree of its own."""
         samples = [sample for _, sample in shorter.found]
-        left_out = longest_learned(whole) - max(map(longest_learned, samples))
-        counts = {SHORTENED: 1, TOKENS_LEFT_OUT: left_out, ANSWERS_LEFT_OUT: shorter.answers_lost}
+        shortened = any(row.lost_turns for row, _ in shorter.found)
+        left_out = longest_learned(whole) - max(map(longest_learned, samples)) if shortened else 0
+        counts = {SHORTENED: shortened, TOKENS_LEFT_OUT: left_out, ANSWERS_LEFT_OUT: shorter.answers_lost,
+                  END_LEFT_OUT: not (shortened or shorter.answers_lost)}  # fmt: skip
         tokens = tree_of_runs(samples, [0] * len(samples))
         return replace(
             samples[0],
@@ -181,7 +189,7 @@ class Shortener:
             weight=tokens.weight,
             media=tokens.media,
             branches=join_trees(sample.branches for sample in samples),
-            notes=(*whole.notes, *((what, count) for what, count in counts.items() if count > 0)),
+            notes=(*whole.notes, *((what, int(count)) for what, count in counts.items() if count > 0)),
             address=whole.address,
         )
 

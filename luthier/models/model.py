@@ -31,7 +31,7 @@ from luthier.media.families.family import Attention
 from luthier.models import batch_invariance
 from luthier.models.attention import SEGMENTS, register_attention
 from luthier.models.quantized import (
-    ask_for_whole,
+    ask_for_trainable,
     check_stored,
     is_quantized,
     is_read_whole,
@@ -182,6 +182,11 @@ def check_quantized(config: RunConfig, weightless: PreTrainedModel) -> None:
             f"adapter.type: the model comes quantized ({method}), and weights of few bits are not trained",
             hint="set adapter: lora (or another adapter), or name the model with weights of 16 bits",
         )
+    if method is not None and config.adapter.use_dora and method in ("awq", "gptq"):
+        raise ModelError(
+            f"adapter.use_dora: the model comes quantized ({method}), and PEFT has no DoRA beside such layers",
+            hint="set adapter.use_dora: false, or name the model with weights of 16 bits, with model.quantization: nf4",
+        )
     if method is not None and config.runtime.sharding is not Sharding.NONE:
         raise ModelError(
             f"runtime.sharding: the model comes quantized ({method}), and FSDP would divide packed bytes without the "
@@ -306,7 +311,7 @@ def _model_config(section: ModelConfig, source: str, *, as_it_is: bool = False) 
             hint="name a folder with config.json, a Hub id, or preset:NAME",
         ) from error
     if not (as_it_is and stored_method(found) == "compressed-tensors"):
-        ask_for_whole(found)
+        ask_for_trainable(found)
     if not section.config_overrides:
         return found
     written, _ = type(found).get_config_dict(source, **_hub_arguments(section, source))

@@ -29,7 +29,7 @@ from luthier.models.routers import router_names
 from luthier.writing import JsonObject, counted
 
 PACKAGES = {
-    "awq": "gptqmodel",
+    "awq": "gptqmodel optimum",  # PEFT asks for both
     "bitsandbytes": "bitsandbytes",
     "compressed-tensors": "compressed-tensors",
     "gptq": "gptqmodel optimum",
@@ -37,6 +37,7 @@ PACKAGES = {
 }
 """What a model that comes quantized needs beside transformers, by the ``quant_method`` of its config."""
 
+_PACKED = ("awq", "gptq")  # gptqmodel's layers, which have no `weight`
 _BLOCK, _BLOCK_OF_SCALES = 64, 256  # of bitsandbytes' 4 bits
 _INT4_GROUP = 128  # weights that share a scale in torchao's int4
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -126,12 +127,19 @@ def _said(config: PretrainedConfig) -> JsonObject | None:
     return stored if stored is None or isinstance(stored, dict) else stored.to_dict()
 
 
-def ask_for_whole(config: PretrainedConfig) -> None:
-    """Let transformers load whole weights, the numbers that the quantized ones stand for, of a model that comes in a
-    form that it does not train (fp8, mxfp4, compressed-tensors). Others are loaded as their config says."""
-    takes = AUTO_QUANTIZATION_CONFIG_MAPPING.get(stored_method(config) or "")
-    if takes is not None and "dequantize" in inspect.signature(takes).parameters:
-        config.quantization_config = {**(_said(config) or {}), "dequantize": True}
+def ask_for_trainable(config: PretrainedConfig) -> None:
+    """Let transformers load a model that comes quantized in a form that adapters are trained on: with whole weights,
+    the numbers that the quantized ones stand for, where it does not train the form (fp8, mxfp4, compressed-tensors),
+    and with kernels that have a backward pass, where gptqmodel would take its fastest (GPTQ, AWQ)."""
+    method = stored_method(config)
+    takes = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method or "")
+    asked: JsonObject = {}
+    if method in _PACKED:
+        asked = {"backend": "auto_trainable"}
+    elif takes is not None and "dequantize" in inspect.signature(takes).parameters:
+        asked = {"dequantize": True}
+    if asked:
+        config.quantization_config = {**(_said(config) or {}), **asked}
 
 
 def is_read_whole(config: PretrainedConfig) -> bool:
@@ -155,13 +163,15 @@ def check_stored(config: PretrainedConfig, section: QuantizationConfig, *, merge
     if section.type is not QuantizationType.NONE and not is_whole:
         what = f"model.quantization: {section.type} is asked for, but the model comes quantized ({method})"
         raise ModelError(what, hint="remove model.quantization, or name the model with weights of 16 bits")
+    packages = PACKAGES.get(method, "").split()
+    lacking = [package for package in packages if importlib.util.find_spec(package.replace("-", "_")) is None]
     try:
+        if lacking:
+            raise ImportError(lacking)
         quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
         quantizer.validate_environment(device_map=None)
         trainable = bool(quantizer.is_trainable)
     except (ImportError, ValueError, RuntimeError) as error:
-        packages = PACKAGES.get(method, "").split()
-        lacking = [package for package in packages if importlib.util.find_spec(package.replace("-", "_")) is None]
         why = f"{' and '.join(lacking)}, which it needs, cannot be imported" if lacking else first_line(error)
         wanted = lacking or (packages if isinstance(error, ImportError) else [])  # one that is there may be too old
         install = f"pip install -U {' '.join(wanted)}; or {hint}" if wanted else hint
@@ -178,7 +188,7 @@ def check_stored(config: PretrainedConfig, section: QuantizationConfig, *, merge
 
 def _is_dequantizable(quantizer: HfQuantizer) -> bool:
     known = type(quantizer)._dequantize is not HfQuantizer._dequantize
-    return known or quantizer.quantization_config.quant_method == "torchao"
+    return known or quantizer.quantization_config.quant_method in ("torchao", *_PACKED)
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -203,10 +213,12 @@ def rounds_inputs(model: nn.Module) -> bool:
 
 
 def settle(model: PreTrainedModel) -> None:
-    """Keep bitsandbytes' layers in the format that has a backward pass: on some CPUs they change their weights, when
-    they first run in evaluation, into one that has none. In 8 bits they keep their scales on a CPU, where PEFT's DoRA
-    puts another parameter without them in the weight's place."""
+    """Keep layers of bitsandbytes and gptqmodel in the format that has a backward pass: on some CPUs they change their
+    weights, when they first run in evaluation, into one that has none. In 8 bits bitsandbytes' keep their scales on a
+    CPU, where PEFT's DoRA puts another parameter without them in the weight's place."""
     for layer in model.modules():
+        if "qweight" in layer._buffers and hasattr(layer, "linear_mode"):
+            layer.linear_mode = "train"
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
         if type(layer).__name__ == "Linear8bitLt":
@@ -227,6 +239,11 @@ def dequantized(model: PreTrainedModel) -> PreTrainedModel:
     # how a model that came quantized was read has no way back, and is no longer how it is written
     if read := getattr(model, "_weight_conversions", None):
         model._weight_conversions = [each for each in read if not _reads_quantized(each)]
+    if packed := packed_layers(model):
+        for name, layer in packed.items():
+            model.set_submodule(name, _unpacked(layer, model.config.dtype))
+        quantizer.remove_quantization_config(model)
+        return model
     if quantizer.quantization_config.quant_method != "torchao":
         try:
             return quantizer.dequantize(model, dtype=model.config.dtype)
@@ -239,6 +256,22 @@ def dequantized(model: PreTrainedModel) -> PreTrainedModel:
                 setattr(layer, name, nn.Parameter(whole, requires_grad=False))
     quantizer.remove_quantization_config(model)
     return model
+
+
+@torch.no_grad()
+def _unpacked(layer: Any, dtype: torch.dtype) -> nn.Linear:
+    """The layer with a weight, which is what it makes of unit vectors: gptqmodel has a way of its own for each of its
+    kernels to give it."""
+    bias, device = layer.bias, layer.qweight.device
+    layer.bias = None
+    kind = torch.float32 if device.type == "cpu" else layer.scales.dtype  # many CPUs are slow at 16 bits
+    weight_IO: torch.Tensor = layer(torch.eye(layer.in_features, dtype=kind, device=device))
+    with torch.device("meta"):
+        whole = nn.Linear(layer.in_features, layer.out_features, bias=bias is not None)
+    whole.weight = nn.Parameter(weight_IO.T.contiguous().to(dtype), requires_grad=False)
+    if bias is not None:
+        whole.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+    return whole
 
 
 def whole_weight(layer: nn.Module) -> torch.Tensor:

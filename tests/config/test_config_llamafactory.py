@@ -107,6 +107,8 @@ def test_their_defaults_are_written_out() -> None:
     ("finetuning_type: full\nuse_galore: true\ngalore_rank: 4\n", "train.optim_args.rank", 4),
     ("finetuning_type: full\nuse_galore: true\n", "train.optim", "galore_adamw"),
     ("use_muon: true\n", "train.optim", "muon"),
+    ("optim: adafactor\noptim_args: scale_parameter=False,relative_step=False\n", "train.optim_args",
+     {"scale_parameter": False, "relative_step": False}),
     ("pure_bf16: true\n", "model.dtype", "bfloat16"),
     ("warmup_ratio: 0.1\n", "train.warmup_steps", 0.1),
     ("warmup_ratio: 0.1\nwarmup_steps: 20\n", "train.warmup_steps", 20),

@@ -20,7 +20,14 @@ from luthier.config.choices import Overflow
 from luthier.config.loading import load_config
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.shortening import ANSWERS_LEFT_OUT, SHORTENED, TOKENS_LEFT_OUT, longest_learned, turn_starts
+from luthier.encoding.shortening import (
+    ANSWERS_LEFT_OUT,
+    END_LEFT_OUT,
+    SHORTENED,
+    TOKENS_LEFT_OUT,
+    longest_learned,
+    turn_starts,
+)
 from luthier.errors import ConfigError, RowDropped
 from luthier.packing.settings import UnitKind
 from luthier.preparation.prepare import prepare
@@ -177,6 +184,7 @@ def test_what_comes_behind_the_last_learned_answer_is_left_out_where_it_is_too_l
     encoder, (sample,) = encoded(config)
     ((text, answers),) = learned(sample, encoder)
     assert answers.startswith("answer 0") and answers in text and "more" not in text
+    assert dict(sample.notes) == {END_LEFT_OUT: 1}, "no turn of the prompt is left out"
     report = verify(config)
     assert report.ok, [str(one) for row in report.failed_rows for one in row.violations]
 
@@ -204,7 +212,7 @@ def test_what_cannot_fit_is_dropped_under_a_reason_of_its_own_and_the_rest_of_a_
     config = config_of(tmp_path, rows[:2] + rows[3:])
     prepared = prepare(config, Encoder.from_config(config)).train
     assert dict(prepared.ledger.dropped) == {"still_too_long": 2} and prepared.ledger.prepared == 1
-    assert prepared.ledger.notes[ANSWERS_LEFT_OUT] == prepared.ledger.notes[SHORTENED] == 1
+    assert dict(prepared.ledger.notes) == {ANSWERS_LEFT_OUT: 1}, "the answers that are kept see their whole prompts"
     assert verify(config).ok is True
     with pytest.raises(RowDropped, check=reason_is("still_too_long")):
         luthier.encode(Document(parts=(Text(text="word " * 200),)), config)

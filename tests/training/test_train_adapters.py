@@ -15,7 +15,7 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from tiny_models import MODELS
 from tiny_recurrent import RECURRENT_MODELS
-from tiny_runs import make_config, make_data, make_segments
+from tiny_runs import losses_by_hand, make_config, make_data, make_segments, padded_batch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from luthier.config.choices import AdapterType
@@ -212,6 +212,36 @@ def test_an_existing_adapter_is_gone_on_from(train: Train, tmp_path: Path) -> No
     assert again.model.trainable_parameters == first.model.trainable_parameters
     with pytest.raises(ModelError, match=r"is of type lora, adapter.type is oft"):
         train(DATA, folder="other", adapter__type="oft", adapter__name_or_path=adapter)
+
+
+@pytest.mark.filterwarnings(PEFT_NOISE)
+@pytest.mark.parametrize("more", [{}, {"use_dora": True}, {"use_rslora": True}], ids=["lora", "dora", "rslora"])
+def test_an_adapter_that_is_gone_on_from_has_the_losses_and_the_weights_of_peft_by_hand(
+    train: Train, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    keys = {"train__max_steps": 3, "train__per_device_train_batch_size": 12, "train__max_grad_norm": 0,
+            "train__learning_rate": 1e-2, "train__lr_scheduler_type": "constant"}  # fmt: skip
+    adapter = {"type": "lora", "r": 4, "lora_dropout": 0.0, "target_modules": ["q_proj", "down_proj"], **more}
+    first = train(DATA, folder="first", adapter=adapter, **keys)
+    gone_on = {"type": "lora", "name_or_path": str(tmp_path / "first" / "model")}
+    base = str(tmp_path / "first" / "base")
+    second = train(DATA, folder="second", model={"name_or_path": base}, adapter=gone_on, **keys)
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), tmp_path / "first" / "model", is_trainable=True
+    )
+    expected = losses_by_hand(model, padded_batch(DATA.train), 3, 1e-2)
+    assert [step.loss for step in second.steps] == pytest.approx(expected, abs=1e-5)
+    assert expected[0] < first.steps[-1].loss, "it goes on"
+    model.save_pretrained(tmp_path / "by_hand")
+    told = [tmp_path / folder for folder in ("second/model", "by_hand")]
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in told)
+    assert ours.keys() == theirs.keys() and any("magnitude" in name for name in ours) == ("use_dora" in more)
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+    settings = [json.loads((folder / "adapter_config.json").read_text()) for folder in told]
+    for each in settings:
+        each.pop("base_model_name_or_path"), each["target_modules"].sort()
+    assert settings[0] == settings[1]
 
 
 def test_ranks_and_scales_by_pattern_are_those_of_peft() -> None:

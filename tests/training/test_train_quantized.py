@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import shutil
@@ -16,17 +17,20 @@ from compressed_tensors.compressors import pack_to_int32
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_rows import epoch_steps, run_data
-from tiny_runs import make_config, make_data, make_segments
+from tiny_runs import losses_by_hand, make_config, make_data, make_segments, padded_batch
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AwqConfig,
     BitsAndBytesConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    GPTQConfig,
     PreTrainedModel,
     set_seed,
 )
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from luthier.collation import CollateSettings
 from luthier.config.choices import AdapterType, QuantizationType
@@ -36,7 +40,7 @@ from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 from luthier.errors import ModelError
 from luthier.models.adapters import apply_adapter, count_parameters
 from luthier.models.isolation import choose_isolation
-from luthier.models.model import load_model
+from luthier.models.model import build_weightless, check_quantized, load_model
 from luthier.models.quantized import check_stored, is_quantized, quantization_note, settle, whole_weight
 from luthier.models.vocabulary import Vocabulary
 from luthier.training.assemble import make_model
@@ -87,35 +91,18 @@ def _losses(result: RunResult) -> list[float]:
 
 
 def _batch(count: int) -> dict[str, torch.Tensor]:
-    """The rows of `make_segments`, padded at the right."""
-    segments = make_segments(count)
-    ids = torch.zeros(count, max(map(len, segments)), dtype=torch.long)
-    labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
-    for row, segment in enumerate(segments):
-        given = torch.from_numpy(segment.input_ids).long()
-        ids[row, : len(segment)], mask[row, : len(segment)] = given, 1
-        labels[row, : len(segment)] = torch.where(torch.from_numpy(segment.target), given, -100)
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    return padded_batch(make_segments(count))
 
 
-def _by_hand(base: Path, quantization: BitsAndBytesConfig) -> tuple[list[float], nn.Module]:
-    """PEFT and bitsandbytes as their own pages show it, and a loop of five lines."""
+def _by_hand(base: Path, quantization: QuantizationConfigMixin) -> tuple[list[float], nn.Module]:
+    """PEFT and bitsandbytes as their own pages show it, and a loop of a few lines."""
     plain = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantization, dtype=torch.float32)
     for layer in plain.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
     set_seed(1)
     model = get_peft_model(plain, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
-    model.train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
-    losses = []
-    for _ in range(6):
-        loss = model(**_batch(4)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model
+    return losses_by_hand(model, _batch(4), 6, 1e-2), model
 
 
 @pytest.mark.parametrize(
@@ -385,26 +372,71 @@ def _in_gptq_or_awq(base: Path, folder: Path, method: str) -> dict[str, torch.Te
     return weights
 
 
+needs_gptqmodel = pytest.mark.skipif(
+    importlib.util.find_spec("gptqmodel") is None, reason="gptqmodel, which is built from source, is not installed"
+)
+
+
+@needs_gptqmodel
 @pytest.mark.filterwarnings("ignore")  # gptqmodel's own
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_a_model_in_gptq_or_awq_is_trained_on_as_it_is(base: Path, train: Train, tmp_path: Path, method: str) -> None:
-    pytest.importorskip("gptqmodel", reason="gptqmodel, which is built from source, is not installed")
+def test_a_model_in_gptq_or_awq_is_trained_on_as_it_is_and_merged(
+    base: Path, train: Train, tmp_path: Path, method: str
+) -> None:
     stored = tmp_path / "stored"
     expected = _in_gptq_or_awq(base, stored, method)
-    config = make_config(tmp_path, model={"name_or_path": str(stored)}, adapter=LORA)
-    model = load_model(config, Vocabulary.of(load_tokenizer("preset:tiny-qwen3"))).model
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     whole.load_state_dict(expected, strict=False)
-    ids = _batch(2)["input_ids"]
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits.float(), whole(ids).logits, rtol=0.01, atol=0.05)
     notes: list[str] = []
-    chosen = {**_on(stored, None), "model": {"name_or_path": str(stored)}, "adapter": {"type": "lora", "r": 4}}
+    chosen = {**_on(stored, None), "model": {"name_or_path": str(stored)}, "adapter": {**LORA, "merge": True}}
     result = train(make_data(make_segments(4)), on_event=lambda e: notes.append(str(e)), **chosen)
-    assert _losses(result)[-1] < _losses(result)[0] and any("14 linear layers quantized" in note for note in notes)
-    gone_on = {**chosen, "adapter": {"type": "lora", "name_or_path": str(tmp_path / "run" / "model")}}
-    more = train(make_data(make_segments(4)), output__dir=str(tmp_path / "more"), **gone_on)
-    assert _losses(more)[0] < _losses(result)[0]
+    assert any("14 linear layers quantized" in note for note in notes)
+    said = json.loads((stored / "config.json").read_text())["quantization_config"]
+    how = (GPTQConfig if said.pop("quant_method") == "gptq" else AwqConfig)(**said, backend="auto_trainable")
+    by_hand, model = _by_hand(stored, how)
+    assert _losses(result) == pytest.approx(by_hand, abs=1e-5) and by_hand[-1] < by_hand[0] - 1
+    set_seed(1)
+    dequantized = get_peft_model(whole, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
+    assert by_hand == pytest.approx(losses_by_hand(dequantized, _batch(4), 6, 1e-2), abs=1e-3)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "merged", dtype=torch.float32).eval()
+    assert not is_quantized(merged)
+    torch.testing.assert_close(merged.model.layers[0].mlp.up_proj.weight, expected["model.layers.0.mlp.up_proj.weight"],
+                               rtol=2e-3, atol=1e-4)  # fmt: skip
+    with torch.no_grad():
+        logits = [each.eval()(input_ids=_batch(4)["input_ids"]).logits for each in (merged, model)]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=2e-3)
+    on_all = train(make_data(make_segments(4)), folder="all", **{**chosen, "adapter": {"type": "lora", "r": 4}})
+    assert on_all.model.trainable_parameters > 3 * result.model.trainable_parameters
+    gone_on = {**chosen, "adapter": {"type": "lora", "name_or_path": str(tmp_path / "all" / "model")}}
+    more = train(make_data(make_segments(4)), folder="more", **gone_on)
+    assert _losses(more)[0] < _losses(on_all)[-1] < _losses(on_all)[0]
+    dora = make_config(tmp_path, **{**chosen, "adapter": {**LORA, "use_dora": True}})
+    vocabulary = Vocabulary.of(load_tokenizer("preset:tiny-qwen3"))
+    with pytest.raises(ModelError, match="no DoRA"):
+        check_quantized(dora, build_weightless(dora, vocabulary))
+
+
+@needs_gptqmodel
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_layers_of_gptq_and_awq_have_a_gradient_after_they_have_answered(
+    base: Path, tmp_path: Path, method: str
+) -> None:
+    """In bfloat16 they would change to a product without a backward pass, which leaves only the paths around them."""
+    _in_gptq_or_awq(base, tmp_path, method)
+    vocabulary = Vocabulary.of(load_tokenizer("preset:tiny-qwen3"))
+    config = make_config(tmp_path, model={"name_or_path": str(tmp_path), "dtype": "bfloat16"}, adapter=LORA)
+    ids, gradients = _batch(2)["input_ids"], []
+    for answers_first in (False, True):
+        model = load_model(config, vocabulary).model
+        if answers_first:
+            with torch.no_grad():
+                model.eval()(input_ids=ids)
+        given = model.get_input_embeddings()(ids).detach().requires_grad_()
+        model.train()(inputs_embeds=given).logits.float().square().mean().backward()
+        assert given.grad is not None
+        gradients.append(given.grad)
+    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 class _Packed(nn.Module):

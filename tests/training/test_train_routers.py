@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import make_data, make_segments
-from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
+from peft import LoraConfig, get_peft_model
+from tiny_runs import losses_by_hand, make_data, make_segments, padded_batch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    set_seed,
+)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from luthier.errors import ModelError
@@ -91,19 +100,40 @@ def test_the_gradient_is_that_of_transformers_loss(train: Train, tmp_path: Path,
         train__max_grad_norm=0, train__optim="sgd", train__learning_rate=1.0, train__lr_scheduler_type="constant",
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder).train()
-    width = max(len(segment) for segment in DATA.train)
-    ids = torch.full((12, width), 2032)
-    mask, labels = torch.zeros((12, width), dtype=torch.long), torch.full((12, width), -100)
-    for row, segment in enumerate(DATA.train):
-        own = torch.from_numpy(segment.input_ids).long()
-        ids[row, : len(own)], mask[row, : len(own)] = own, 1
-        labels[row, : len(own)] = torch.where(torch.from_numpy(segment.target), own, -100)
-    out = model(input_ids=ids, attention_mask=mask, labels=labels, output_router_logits=True)
+    out = model(**padded_batch(DATA.train, pad=2032), output_router_logits=True)
     assert result.steps[0].measures["router_aux_loss"] == pytest.approx(out.aux_loss.item(), rel=1e-5)
     out.loss.backward()  # with the coefficient of its config times aux_loss
     trained = AutoModelForCausalLM.from_pretrained(result.path / "model").state_dict()
     for each, weight in model.named_parameters():
         torch.testing.assert_close(weight.detach() - weight.grad, trained[each], rtol=1e-3, atol=2e-4, msg=each)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
+@pytest.mark.parametrize("name", CONFIGS)
+def test_lora_in_experts_learns_under_the_balance_of_experts_as_with_peft_by_hand(
+    train: Train, tmp_path: Path, name: str
+) -> None:
+    folder = _folder(name, tmp_path / "base")
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    result = train(
+        DATA, model={"name_or_path": str(folder)}, train__max_steps=3, train__per_device_train_batch_size=12,
+        train__max_grad_norm=0, train__learning_rate=3e-2, train__lr_scheduler_type="constant",
+        train__router_aux_loss_coef=0.3, adapter={"type": "lora", "r": 4, "lora_dropout": 0.0, **targets},
+    )  # fmt: skip
+
+    def by_hand(coefficient: float) -> list[float]:
+        base = AutoModelForCausalLM.from_pretrained(folder, router_aux_loss_coef=coefficient, output_router_logits=True)
+        set_seed(1)
+        model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, **targets))
+        return losses_by_hand(model, padded_batch(DATA.train, pad=2032), 3, 3e-2)
+
+    told = [step.loss + 0.3 * step.measures["router_aux_loss"] for step in result.steps]
+    assert told == pytest.approx(by_hand(0.3), abs=1e-5) and told[-1] < told[0] - 0.1
+    others = [
+        whole + (0.3 - 0.6) * step.measures["router_aux_loss"]
+        for whole, step in zip(by_hand(0.6), result.steps, strict=True)
+    ]
+    assert others[-1] != pytest.approx(told[-1], abs=1e-4), "control: another coefficient"
 
 
 def test_a_model_without_experts_has_no_such_loss_and_says_so_where_it_is_asked_for() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from luthier.config.schema import RunConfig
 from luthier.loader.numbered_rows import RowTable
@@ -31,6 +33,31 @@ def make_segments(count: int, *, seed: int = 0, longest: int = 24, stop: int = 2
         target = np.arange(length) >= prompt
         segments.append(Segment(input_ids=ids, target=target, address=Address(file="rows.jsonl", row=row + 1)))
     return segments
+
+
+def padded_batch(segments: Sequence[Segment], pad: int = 0) -> dict[str, torch.Tensor]:
+    """What a model of transformers' takes of segments, padded at the right; labels are not shifted."""
+    ids = torch.full((len(segments), max(map(len, segments))), pad)
+    labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
+    for row, segment in enumerate(segments):
+        given = torch.from_numpy(segment.input_ids).long()
+        ids[row, : len(segment)], mask[row, : len(segment)] = given, 1
+        labels[row, : len(segment)] = torch.where(torch.from_numpy(segment.target), given, -100)
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def losses_by_hand(model: nn.Module, batch: Mapping[str, torch.Tensor], steps: int, rate: float) -> list[float]:
+    """Of AdamW on the loss that a model itself computes, on the same rows again and again."""
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+    losses = []
+    for _ in range(steps):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def make_table(segments: Sequence[Segment], weights: tuple[float, ...] = (1.0,)) -> SegmentTable:

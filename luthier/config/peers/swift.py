@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from luthier.config.peers import translation
+from luthier.config.peers.trl import mixed_losses
 from luthier.config.peers.trl_rows import columns_of
 from luthier.config.tree import MappingNode
 from luthier.writing import counted
@@ -25,6 +26,7 @@ _MARKS = frozenset({
     "freeze_vit", "use_hf", "model_author", "val_dataset",
 })  # fmt: skip
 _PAIRS = {"dpo": "sigmoid", "orpo": "orpo", "simpo": "simpo", "cpo": "cpo"}
+_BY_DEFAULT = {None: ["cross_entropy"], "simpo": ["simpo"], "cpo": ["sigmoid"]}  # of loss_type
 _COLUMNS = {"query": "prompt", "response": "response", "system": "system", "messages": "messages", "tools": "tools",
             "images": "images", "videos": "videos", "audios": "audios"}  # fmt: skip
 _HUBS = ("HF::", "MS::")
@@ -65,16 +67,16 @@ def _objective(reading: translation.Translator) -> None:
     beta, smooth = reading.take("beta"), reading.take("label_smoothing")
     numbers = {key: reading.take(key) for key in ("rpo_alpha", "cpo_alpha", "simpo_gamma", "desirable_weight",
                                                   "undesirable_weight", "ref_model", "ref_adapters")}  # fmt: skip
-    reading.take("loss_weights")
     reading.switch("objective.loss", "dft", "enable_dft_loss")
-    if len(losses) > 1 or (losses and kind not in ("dpo", "kto")):
-        reading.refuse(
-            "loss_type", f"{', '.join(losses)} is no loss for this file", "name one loss of rlhf_type: dpo or kto"
-        )
-    elif losses or kind in _PAIRS:
-        reading.set(
-            "objective.loss", losses[0] if losses else _PAIRS[str(kind)], "loss_type" if losses else "rlhf_type"
-        )
+    if losses and kind == "dpo":
+        mixed_losses(reading)  # it hands both to TRL
+    elif len(losses) == 1 and kind == "kto":
+        reading.set("objective.loss", losses[0], "loss_type")
+    elif losses not in ([], _BY_DEFAULT.get(kind)):
+        reading.refuse("loss_type", f"{', '.join(losses)} is no loss for this file", "name losses of rlhf_type: dpo")
+    elif kind in _PAIRS:
+        reading.set("objective.loss", _PAIRS[str(kind)], "rlhf_type")
+    reading.take("loss_weights")
     if kind not in (*_PAIRS, "kto"):
         return
     reading.defaults |= {"beta", "cpo_alpha", "simpo_gamma"} - set(reading.entries)

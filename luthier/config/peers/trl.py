@@ -205,6 +205,15 @@ def _answers(reading: translation.Translator) -> None:
 
 
 def _dpo(reading: translation.Translator) -> None:
+    if (loss := mixed_losses(reading)) is not None:
+        _divergence(reading, loss)
+        reading.switch("objective.reference.source", "precomputed", "precompute_ref_log_probs")
+        reading.switch("objective.reference.source", "none", "reference_free")
+
+
+def mixed_losses(reading: translation.Translator) -> str | None:
+    """Set the loss of DPO, or the mix of several that Luthier has, as ``loss_type`` and ``loss_weights`` name it; None
+    where that is refused."""
     names, given = translation.names_of(reading.take("loss_type") or "sigmoid"), reading.take("loss_weights")
     if not given:
         reading.defaults |= {"loss_weights"} - set(reading.entries)
@@ -215,7 +224,7 @@ def _dpo(reading: translation.Translator) -> None:
     if len(weights) != len(names):
         reading.refuse("loss_weights", f"loss_type has {counted(len(names), 'loss', 'losses')}, and these are "
                        f"{counted(len(weights), 'weight')}", "give one number for each loss")  # fmt: skip
-        return
+        return None
     mixed = dict(zip(names, weights, strict=True))
     of_answer = mixed.pop("sft", None)
     total = sum(mixed.values())
@@ -231,14 +240,12 @@ def _dpo(reading: translation.Translator) -> None:
     else:
         reading.refuse("loss_type", f"{', '.join(names)} are not mixed",
                        "choose one loss, with sft beside it or not, or sigmoid, bco_pair and sft")  # fmt: skip
-        return
+        return None
     if (of_answer is not None or len(mixed) > 1) and total != 1:
         reading.told.append(
             f"loss_weights: the whole loss is divided by {total:g}, which leaves Adam's steps as they are"
         )
-    _divergence(reading, next(iter(mixed)) if len(mixed) == 1 else "mpo")
-    reading.switch("objective.reference.source", "precomputed", "precompute_ref_log_probs")
-    reading.switch("objective.reference.source", "none", "reference_free")
+    return next(iter(mixed)) if len(mixed) == 1 else "mpo"
 
 
 def _divergence(reading: translation.Translator, loss: str) -> None:
