@@ -19,7 +19,7 @@ from luthier.rendering import openings
 from luthier.rendering.messages import ControlTokens
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.template import ChatTemplate, MessageSpan, Recording
-from luthier.rendering.text_references import is_reference
+from luthier.rendering.text_references import filled_in, is_reference
 from luthier.rendering.trace import Guard, Owner
 
 # What templates call the variable that opens or closes thinking: Qwen, GLM, Nemotron; DeepSeek, Granite.
@@ -224,14 +224,16 @@ class _Asked:
         return found
 
     def mentioned_tag(self) -> str | None:
-        """A tag of the prompt's thought in the answer's text, if any: what the template does with it is not known."""
+        """A tag of the prompt's thought in the answer's text, if any: what the template does with it is not known.
+
+        The text is all of its parts together, which is what the template is given.
+        """
+        sketch = "".join(self.history.slot(self.index, part) for part in self.history.parts_of(self.index, Text))
         found = None
-        for part in self.history.parts_of(self.index, Text):
-            char = self.history.slot(self.index, part)
-            for tag in filter(None, (self.ending.opening, self.ending.closing)):
-                has_tag = tag in self.history.value(char)
-                self.history.note(Guard("contains", (char, tag), (), has_tag))
-                found = tag if has_tag else found
+        for tag in filter(None, (self.ending.opening, self.ending.closing)) if sketch else ():
+            has_tag = tag in filled_in(sketch, self.history.value)
+            self.history.note(Guard("contains", (sketch, tag), (), has_tag))
+            found = tag if has_tag else found
         return found
 
     def _prints_thought(self, start: int) -> bool:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import trl
 
+from luthier.errors import RowError
 from luthier.records import Conversation, Piece, Thinking
 from luthier.rendering.messages import ControlTokens
 from luthier.rendering.openings import ending_of
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate
-from tests.rendering.chat import assistant, conversation, user
+from tests.rendering.chat import CHATML, assistant, conversation, renderer, user
 from tests.rendering.test_render import trained, whole
 
 # The template of the smaller Gemma 4 models as TRL has it, with the line that the larger ones have besides.
@@ -139,3 +140,17 @@ def test_how_a_prompt_ends_does_not_depend_on_what_stands_far_before(tags: str, 
     for before in ("word " * 200, "<think>a</think>" * 30, "[THINK]" * 40 + "x" * 300, "<" + "y" * 39):
         longer = ending_of(before + tail, known)
         assert replace(longer, header_end=longer.header_end - len(before)) == alone
+
+
+@pytest.mark.parametrize("prompt", ["<think></think>", "<think>\n"])
+@pytest.mark.parametrize("parts", [("Hm.</think>Yes.",), ("Hm.</thi", "nk>Yes."), ("say <", "think", ">")])
+def test_an_answer_with_a_tag_of_the_prompts_thought_is_refused_in_one_part_and_in_several(
+    prompt: str, parts: tuple[str, ...]
+) -> None:
+    supplying = CHATML.replace("'<|im_start|>assistant\n' }}", f"'<|im_start|>assistant\n{prompt}' }}}}")
+    found = renderer(supplying)
+    for text in ("Yes.", "No."):  # the blueprint of others of this shape is not taken for it
+        found.render(conversation(user("u"), assistant(*([text] * len(parts)))))
+    with pytest.raises(RowError) as caught:
+        found.render(conversation(user("u"), assistant(*parts)))
+    assert caught.value.reason == "prompt_not_reproduced"
