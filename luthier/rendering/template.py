@@ -481,7 +481,7 @@ def _refusal(error: Exception) -> LuthierError:
     if isinstance(error, LuthierError):
         return error
     if isinstance(error, RecursionError):
-        return RowError("template", "the chat template refuses this row: it calls itself without end")
+        return RowError("template", f"the chat template refuses this row: {_line(error)}it calls itself without end")
     return RowError("template", f"the chat template refuses this row: {_line(error)}{_words(error)}")
 
 

@@ -18,6 +18,7 @@ from tests.oracles.families import Stock
 from tests.oracles.refusals import TROUBLE, is_true, switches_of
 
 TAG = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]+\]|◁/?think▷")
+CLOSING = re.compile(r"</|\[/|◁/|<\|END|<channel\|>$")
 THINKING = re.compile(r"think|thought|reason|channel|cot", re.IGNORECASE)
 # A name between control tokens, such as gpt-oss's channels; Gemma's thoughts have one behind their tag.
 CHANNEL = re.compile(
@@ -99,7 +100,7 @@ def _thought_fault(before: str, bare: str, has_thought: bool, has_answer: bool) 
     assert tail is not None
     written = [tag for tag in TAG.findall(tail[1]) if THINKING.search(tag)][-2:]
     mine = [tag for tag in TAG.findall(bare) if THINKING.search(tag) and tag != "<|channel|>"]
-    state = ["close" if tag.startswith(("</", "<|END")) or tag == "<channel|>" else "open" for tag in (*written, *mine)]
+    state = ["close" if CLOSING.match(tag) else "open" for tag in (*written, *mine)]
     only_closed = state == ["close"] and len(written) == 1  # a prompt may close what it never opened
     if state not in ([], ["open", "close"]) and not only_closed:
         return f"thoughts are opened and closed as {[*written, *mine]}"

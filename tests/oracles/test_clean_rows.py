@@ -92,6 +92,8 @@ def test_the_judge_sees_what_is_wrong_with_a_completion() -> None:
         ("<|assistant|>\n<think></think>", "Yes.<|end|>", answer),
         ("<|assistant|>\n<think>", "Hm.</think>Yes.<|end|>", thought),
         ("<|assistant|>\n", "<think>Hm.</think>Yes.<|end|>", thought),
+        ("<|assistant|>\n", "[THINK]Hm.[/THINK]Yes.<|end|>", thought),
+        ("<|assistant|>\n◁think▷", "Hm.◁/think▷Yes.<|end|>", thought),
     ]
     wrong = [
         ("<|assistant|>\n", "Yes.", answer),
@@ -101,6 +103,7 @@ def test_the_judge_sees_what_is_wrong_with_a_completion() -> None:
         ("<|assistant|>\n<think></think>", "</think>Yes.<|end|>", answer),
         ("<|assistant|>\n<think>", "Yes.<|end|>", answer),
         ("<|assistant|>\n", "<think>Hm.Yes.<|end|>", thought),
+        ("<|assistant|>\n", "[THINK]Hm.Yes.<|end|>", thought),
         ("<|assistant|>\n", "<think>Yes.</think>Hm.<|end|>", thought),
         ("<|assistant|>\n<think></think>", "<think>Hm.</think>Yes.<|end|>", thought),
     ]

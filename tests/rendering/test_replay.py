@@ -277,7 +277,7 @@ def test_a_template_that_wants_lists_of_parts_gets_them() -> None:
     ("template", "words"),
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "on and on|too long"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "calls itself"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "line 1: it calls itself"),
         ("{{ 'a' * 99999999999 }}", "would make 99,999,999,999 characters"),
         ("{{ 9 ** 999999999 }}", "bits"),
         ("{% for i in range(999999999) %}{% endfor %}", "Range too big"),
