@@ -176,7 +176,8 @@ class Answering:
             asked = self.waiting[0]
             if asked.left and not self._is_ready(asked):
                 asked.refused = True
-            if not asked.left:
+            left = asked.left  # asked once: another thread may cancel the request at any time
+            if not left:
                 self.waiting.popleft()
                 continue
             if asked.request.settings.num_beams > 1:
@@ -185,10 +186,10 @@ class Answering:
                 self._beginning = [(asked, 1)]
                 self._search(asked)
                 continue
-            count = min(free, asked.left)
+            count = min(free, left)
             chosen.append((asked, count))
             free -= count
-            if count < asked.left:
+            if count < left:
                 break
             self.waiting.popleft()
         self._beginning = chosen
@@ -221,13 +222,13 @@ class Answering:
         advance([row for _, row in rows], scores_BV, self.answerer.tokenizer)
         joining = []
         for asked, row in rows:
-            if row.ended:
+            if row.ended:  # asked once: another thread may cancel the request at any time
                 self._tell_end(row)
             else:
                 assert asked.cache is not None
                 joining.append((asked.cache, asked.row, len(asked.request.prompt)))
+                self.rows.append(row)
         self.joined.join(joining)
-        self.rows += [row for _, row in rows if not row.ended]
 
     def _answer_whole(self, rows: list[BatchRow]) -> None:
         """A batch from its beginning to its end."""

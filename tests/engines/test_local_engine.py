@@ -21,8 +21,10 @@ import torch
 
 import luthier
 from luthier.config.schema import GenerateConfig
-from luthier.engines import next_tokens
+from luthier.engines import answering, next_tokens
+from luthier.engines.answering import _WaitingRequest
 from luthier.engines.engine import Completion, Finish, NewTokens, Refusal, Request
+from luthier.engines.joined import JoinedCache
 from luthier.engines.local import LocalEngine
 from luthier.engines.next_tokens import BatchRow, tokens_at
 from luthier.errors import ModelError
@@ -258,10 +260,11 @@ class Followed:
     """What a session has told of a request; ``done`` is set when its last sample has ended or it is refused."""
 
     def __init__(self, num_samples: int = 1) -> None:
-        self.left, self.told, self.done = num_samples, list[NewTokens | Refusal](), Event()
+        self.left, self.told, self.begun, self.done = num_samples, list[NewTokens | Refusal](), Event(), Event()
 
     def __call__(self, told: NewTokens | Refusal) -> None:
         self.told.append(told)
+        self.begun.set()
         self.left -= isinstance(told, NewTokens) and told.finish is not None
         if self.left == 0 or isinstance(told, Refusal):
             self.done.set()
@@ -285,6 +288,50 @@ def test_a_session_tells_the_answers_of_generate_token_by_token(model: Any) -> N
         for one in asked:
             session.submit(one, followed[one.key])
         assert {key: followed[key[0]].ids(key[1]) for key in expected} == expected
+
+
+@pytest.mark.parametrize("place", ["choosing", "reading", "joining"])
+def test_a_request_that_is_cancelled_in_the_middle_of_a_step_harms_no_other(
+    model: Any, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread, behind any line: while it is chosen, while its prompt is read, while its row joins."""
+    other, cancelled = requests(2, max_new_tokens=40)
+    expected = ids_of(answers(model, [other]))[other.key, 0]
+    following, session = Followed(), LocalEngine(model, TOKENIZER).session()
+    reads, left, join, read = 0, _WaitingRequest.left.fget, JoinedCache.join, answering.read_prompts
+
+    def counted_left(asked: Any) -> int:
+        nonlocal reads
+        reads += asked.request.key == cancelled.key
+        found: int = left(asked)
+        if reads == 2:
+            session.cancel(cancelled.key)
+        return found
+
+    def joined(*args: Any) -> None:
+        session.cancel(cancelled.key)
+        join(*args)
+
+    def read_and_cancelled(*args: Any) -> Any:
+        session.cancel(cancelled.key)
+        return read(*args)
+
+    with closing(session):
+        session.submit(other, following)
+        assert following.begun.wait(HANG_SECONDS)
+        match place:
+            case "choosing":
+                monkeypatch.setattr(_WaitingRequest, "left", property(counted_left))
+            case "reading":
+                monkeypatch.setattr(answering, "read_prompts", read_and_cancelled)
+            case _:
+                monkeypatch.setattr(JoinedCache, "join", joined)
+        session.submit(cancelled, Followed())
+        assert following.ids() == expected
+        deadline = time.monotonic() + HANG_SECONDS
+        while session.keys():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
 
 def test_a_request_joins_those_that_are_being_answered(model: Any) -> None:
