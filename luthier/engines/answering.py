@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from luthier.collation import MediaInputs
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Ids, NewTokens, Refusal, Request
 from luthier.engines.joined import JoinedCache, read_prompts
-from luthier.engines.next_tokens import BatchRow, Choosing, Follower, Stopping, advance, has_stop_string
+from luthier.engines.next_tokens import Alone, BatchRow, Choosing, Follower, Stopping, advance, has_stop_string
 from luthier.errors import ModelError, RowError
 from luthier.models.submodules import plain_model
 from luthier.writing import counted
@@ -65,6 +66,26 @@ class Answerer:
                 raise RowError("media_unread", f"{counted(len(request.media), 'media item')}, and the model reads none")
             return {}
         return self.media.features(request.media)
+
+    @cached_property
+    def alone(self) -> Alone | None:
+        """What decides close draws: the scores behind a row by itself, without a cache.
+
+        None for a model in 16 bits, whose rounding would make one draw in ten close, and for one that reads media: such
+        models remember what they count positions by, and would go on with that of another batch.
+        """
+        model = plain_model(self.model)
+        narrow = torch.backends.cuda.matmul.allow_tf32 and next(model.parameters()).is_cuda
+        if self.media is not None or narrow or model.dtype not in (torch.float32, torch.float64):
+            return None
+        return self._scores_alone
+
+    def _scores_alone(self, row: BatchRow) -> torch.Tensor:
+        ids = np.concatenate([row.request.prompt, np.array(row.ids, np.int32)])
+        inputs, _ = self.inputs([ids], [row.features])
+        last = {"logits_to_keep": 1} if self.joins else {}
+        scores_V: torch.Tensor = self.model(**inputs, **last, use_cache=False).logits[0, -1]
+        return scores_V
 
     def scored(self, ids: Ids, start: int, features: object, top: int = 0) -> NewTokens:
         """``ids[start:]`` as if they had been emitted, with the ``top`` likeliest tokens at each place."""
@@ -140,7 +161,7 @@ class Answering:
         self._forget()
         if self.rows:
             scores_BV = self.joined.read(self.answerer.model, [row.ids[-1] for row in self.rows])
-            advance(self.rows, scores_BV, self.answerer.tokenizer)
+            advance(self.rows, scores_BV, self.answerer.tokenizer, self.answerer.alone)
             self._forget()
         self._begin()
 
@@ -219,7 +240,7 @@ class Answering:
                 asked.cache, asked.row, asked.scores_V = cache, number, scores_BV[number]
         rows = [(asked, asked.begin()) for asked, count in chosen for _ in range(count)]
         scores_BV = torch.stack([asked.scores_V for asked, _ in rows if asked.scores_V is not None])
-        advance([row for _, row in rows], scores_BV, self.answerer.tokenizer)
+        advance([row for _, row in rows], scores_BV, self.answerer.tokenizer, self.answerer.alone)
         joining = []
         for asked, row in rows:
             if row.ended:  # asked once: another thread may cancel the request at any time
@@ -243,7 +264,7 @@ class Answering:
         answerer.model.generate(
             **inputs,
             generation_config=how,
-            logits_processor=[Choosing(rows, answerer.tokenizer)],
+            logits_processor=[Choosing(rows, answerer.tokenizer, answerer.alone)],
             stopping_criteria=[Stopping(rows)],
         )
         for row in rows:

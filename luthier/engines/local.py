@@ -37,8 +37,8 @@ class LocalEngine:
     numbers and no penalties of a request's own, and sets the model's attention to another.)
 
     An answer does not depend on its batch: each row has its own settings, stops and random numbers, and padding takes
-    no part in anything. (Rounding may differ between batches, as it does between machines: where two tokens are equally
-    likely to the last digit, either may be chosen.) Searches with beams run one prompt at a time.
+    no part in anything. Batches are rounded in different ways, so a draw that rounding could decide is made by a
+    forward pass of its row alone (not of every model: `Answerer.alone`). Searches with beams run one prompt at a time.
 
     The model is left in the mode it was in, and so are all generators of random numbers. What its own generation config
     says is not followed. ``media`` makes the inputs of prompts with pictures, videos or sounds. Any thread may call it:

@@ -18,15 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import luthier
 from luthier.config.schema import GenerateConfig
-from luthier.engines import answering, next_tokens
-from luthier.engines.answering import _WaitingRequest
+from luthier.engines import answering, local, next_tokens
+from luthier.engines.answering import Answerer, _WaitingRequest
 from luthier.engines.engine import Completion, Finish, NewTokens, Refusal, Request
 from luthier.engines.joined import JoinedCache
 from luthier.engines.local import LocalEngine
-from luthier.engines.next_tokens import BatchRow, tokens_at
+from luthier.engines.next_tokens import BatchRow, candidates, tokens_at
 from luthier.errors import ModelError
 from tests.conftest import HANG_SECONDS
 
@@ -127,10 +128,10 @@ def test_draws_have_the_probabilities_of_the_model() -> None:
     shares = np.array([0.0, 0.5, 0.3, 0.15, 0.05])
     request = Request(prompt=np.array([1], np.int32), settings=GenerateConfig(do_sample=True), key=0)
     row = BatchRow(request=request, sample=0, features={})
-    scores_1V = (torch.from_numpy(shares).log() + 3.0)[None]
+    found = candidates(request.settings, (torch.from_numpy(shares).log() + 3.0)[None], rounding=0.0)
 
     def token_at(draw: float) -> int:
-        return int(tokens_at(scores_1V, torch.tensor([draw], dtype=torch.float64))[0])
+        return int(tokens_at(found, torch.tensor([draw], dtype=torch.float64))[0])
 
     drawn = [token_at(row.draw(position)) for position in range(10_000)]
     counts = np.bincount(drawn, minlength=5) / 10_000
@@ -147,36 +148,87 @@ def test_a_draw_is_made_of_the_seed_the_request_the_sample_and_the_place() -> No
         assert row.draw(place) == np.random.Generator(np.random.Philox(key=key, counter=counter)).random()
 
 
+RULES = list(product((None, 1, 9), (None, 0.2, 0.9), (None, 0.05), (None, 0.7)))
+
+
 @pytest.mark.parametrize("ties", [False, True])
-def test_the_likeliest_tokens_that_pass_are_those_of_transformers_rules(
-    monkeypatch: pytest.MonkeyPatch, *, ties: bool
-) -> None:
-    """Found without sorting the vocabulary, or not at all where others might pass; the same draws take the same."""
-    monkeypatch.setattr(next_tokens, "_FEW", 64)
+def test_what_may_be_drawn_is_what_passes_transformers_rules(monkeypatch: pytest.MonkeyPatch, *, ties: bool) -> None:
+    """Whether the vocabulary had to be sorted or not; the same draws take the same tokens."""
+    monkeypatch.setattr(next_tokens, "_FEW", (64,))
     torch.manual_seed(0)
     draws_G = torch.linspace(0, 1, 40, dtype=torch.float64)
-    found = 0
-    for scale, top_k, top_p, min_p, temperature in product(
-        (1.0, 6.0), (None, 1, 9), (None, 0.2, 0.9), (None, 0.05), (None, 0.7)
-    ):
+    sorted_few = 0
+    for scale, (top_k, top_p, min_p, temperature) in product((1.0, 6.0), RULES):
         told = GenerateConfig(do_sample=True, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
-        scores_1V = torch.randn(1, 500) * scale
-        scores_1V = scores_1V.round(decimals=0 if ties else 7)
-        request = Request(prompt=np.array([1], np.int32), settings=told, key=0)
+        scores_1V = (torch.randn(1, 500) * scale).round(decimals=0 if ties else 7) / (temperature or 1.0)
         expected_1V = scores_1V
-        for rule in BatchRow(request=request, sample=0, features={}).filters:
-            expected_1V = rule(None, expected_1V)
-        quick = next_tokens.likeliest_that_pass(told, scores_1V)
-        if quick is None:
-            continue
-        found += 1
-        ids_1C, kept_1C = quick
-        kept, expected = kept_1C[kept_1C > -torch.inf], expected_1V[expected_1V > -torch.inf]
-        assert torch.allclose(kept.sort().values, expected.sort().values), told
+        for make, value in ((TopKLogitsWarper, top_k), (TopPLogitsWarper, top_p), (MinPLogitsWarper, min_p)):
+            expected_1V = expected_1V if value is None else make(value)(None, expected_1V)
+        expected_1V = expected_1V.double().softmax(-1)
+        found = candidates(told, scores_1V, rounding=0.0)
+        sorted_few += found.ids is not None and found.ids.shape[1] == 64
+        assert (
+            torch.equal(found.least > 0, found.likely > 0) and torch.equal(found.most > 0, found.likely > 0)
+        ) or ties
+        shares = found.likely[found.likely > 0]
+        assert torch.allclose((shares / shares.sum()).sort().values, expected_1V[expected_1V > 0].sort().values), told
         if not ties:
-            taken_G = ids_1C[0][tokens_at(kept_1C.expand(40, -1), draws_G)]
-            assert taken_G.tolist() == tokens_at(expected_1V.expand(40, -1), draws_G).tolist()
-    assert found >= 20
+            ids, likely = (None if one is None else one.repeat(40, 1) for one in (found.ids, found.likely))
+            taken_G, _ = tokens_at(replace(found, ids=ids, likely=likely), draws_G)
+            whole = candidates(GenerateConfig(do_sample=True), expected_1V.log().expand(40, -1), rounding=0.0)
+            assert taken_G.tolist() == tokens_at(whole, draws_G)[0].tolist()
+    assert sorted_few >= 20
+
+
+@pytest.mark.parametrize("scale", [1.0, 6.0])
+def test_scores_that_differ_by_rounding_take_the_same_token_where_a_draw_is_not_close(
+    monkeypatch: pytest.MonkeyPatch, scale: float
+) -> None:
+    """Under every rule of sampling. Rounding is large here, so that other tokens are often taken at close draws."""
+    monkeypatch.setattr(next_tokens, "_FEW", (64,))
+    torch.manual_seed(0)
+    rounding, others, close = 0.02, 0, 0
+    scores_GV, draws_G = torch.randn(500, 200) * scale, torch.rand(500, dtype=torch.float64)
+    for top_k, top_p, min_p, _ in RULES:
+        told = GenerateConfig(do_sample=True, top_k=top_k, top_p=top_p, min_p=min_p)
+        taken_G, close_G = tokens_at(candidates(told, scores_GV, rounding), draws_G)
+        rounded_GV = scores_GV + rounding * (2 * torch.rand(500, 200) - 1)
+        other_G, _ = tokens_at(candidates(told, rounded_GV, rounding), draws_G)
+        assert not ((taken_G != other_G) & ~close_G).any(), told
+        others, close = others + int((taken_G != other_G).sum()), close + int(close_G.sum())
+    assert others > 20 and close < len(RULES) * 500 / 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "joins"),
+    [({}, True), ({}, False), ({"do_sample": True, "top_k": 1}, True), ({"repetition_penalty": 1.01}, True)],
+    ids=str,
+)
+def test_two_tokens_that_are_nearly_tied_are_told_apart_alike_in_every_batch(
+    model: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], *, joins: bool
+) -> None:
+    """Half of the head's rows are the other half with a millionth added, so that rounding decides between the two."""
+    tied = deepcopy(model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        head = torch.nn.Linear(32, 2048, bias=False)
+        head.weight[:1024] = model.get_output_embeddings().weight[:1024]
+        head.weight[1024:] = head.weight[:1024] + 1e-6 * torch.randn(1024, 32)
+    tied.set_output_embeddings(head)
+    if not joins:
+        monkeypatch.setattr(local, "rows_can_join", lambda *_: False)
+    asked = requests(48, max_new_tokens=8, **settings)
+
+    def in_batches() -> list[dict[tuple[int, int], list[int]]]:
+        shuffled = random.Random(2).sample(asked, len(asked))
+        alone = {key: ids for one in asked for key, ids in ids_of(answers(tied, [one], 1)).items()}
+        return [alone, ids_of(answers(tied, asked, 48)), ids_of(answers(tied, shuffled, 7))]
+
+    first, *others = in_batches()
+    assert others == [first, first]
+    monkeypatch.setattr(Answerer, "alone", None)
+    first, *others = in_batches()
+    assert others != [first, first]
 
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED, {"repetition_penalty": 3.0}, {"num_beams": 3}], ids=str)
