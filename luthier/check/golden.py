@@ -96,6 +96,7 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     special_ids      special tokens by their role, with their ids: ``{"eos_token": 2}``
     texts            texts and their ids without any template, of a tokenizer that stands under another's name
     files            every other file of the folder
+    sha256           of all of the above, as it was written; "" from a Luthier that did not say it
     """
 
     version: int
@@ -115,6 +116,7 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     texts: dict[str, list[int]] = {}
     files: dict[str, WrittenFile] = {}
     notes: list[str] = []
+    sha256: str = ""
 
 
 def read_parity(path: Path) -> Parity:
@@ -140,15 +142,24 @@ def write_parity(parity: Parity, folder: Path) -> None:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != PARITY_FILE
     }
-    told = msgspec.to_builtins(msgspec.structs.replace(parity, files=files))
+    parity = msgspec.structs.replace(parity, files=files)
+    told = msgspec.to_builtins(msgspec.structs.replace(parity, sha256=_digest(parity)))
     lines = [f"{_json(key)}: {_lines(value)}" for key, value in told.items()]
     write_whole(folder / PARITY_FILE, [("{\n" + ",\n".join(lines) + "\n}\n").encode()])
 
 
+def _digest(parity: Parity) -> str:
+    """Of what is read where this is written."""
+    read = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(parity, sha256="")), type=Parity)
+    return hashlib.sha256(msgspec.json.encode(read)).hexdigest()
+
+
 def file_faults(parity: Parity, folder: Path) -> list[tuple[str, str]]:
-    """Files of the folder that are not those that were written: name, what is wrong. A file more is no fault, unless
-    it would be loaded as weights."""
+    """Files of the folder that are not those that were written, ``parity.json`` among them: name, what is wrong. A file
+    more is no fault, unless it would be loaded as weights."""
     faults = []
+    if parity.sha256 and parity.sha256 != _digest(parity):
+        faults.append((PARITY_FILE, "it has other content than was written"))
     for name, written in parity.files.items():
         path = folder / name
         if not path.is_file():

@@ -238,6 +238,20 @@ def test_every_planted_fault_is_found_before_the_folder_is_in_place_and_later(
     assert later <= failed(packed_anew) and C.FILES not in failed(packed_anew)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"contexts": [], "prompts": []}, {"bound": "coarse"}, {"template_now": "2020-01-01"}, {"notes": ["all is well"]}],
+    ids=lambda change: next(iter(change)),
+)
+def test_golden_cases_that_were_changed_or_taken_away_are_found(
+    change: dict[str, Any], world: World, tmp_path: Path
+) -> None:
+    shutil.copytree(world.folder, tmp_path / "edited")
+    assert file_faults(read_parity(tmp_path / "edited"), tmp_path / "edited") == []
+    change_json(tmp_path / "edited" / PARITY_FILE, **change)
+    assert [name for name, _ in file_faults(read_parity(tmp_path / "edited"), tmp_path / "edited")] == [PARITY_FILE]
+
+
 def test_what_was_exported_holds_later_wherever_it_is_and_is_read_by_transformers_alone(
     world: World, tmp_path: Path
 ) -> None:
