@@ -8,7 +8,7 @@ tokens (Gemma's runs of newlines) stay, or ids would differ from Hugging Face's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -28,6 +28,8 @@ from luthier.records import Message, Text
 from luthier.rendering.messages import ControlTokens
 from luthier.rendering.template import ChatTemplate
 from luthier.templating.limits import TemplateSettings
+
+ROW_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})  # of templates, which a row fills in
 
 
 def load_tokenizer(
@@ -173,14 +175,24 @@ class Tokenizer:
         parts.append(repr(sorted(self.control.stops)))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
-    def require_variables(self, names: Iterable[str], key: str) -> None:
-        """Raise `TemplateError` for a variable, given by ``key``, that the chat template does not read."""
+    def require_variables(self, variables: Mapping[str, object], key: str) -> None:
+        """Raise `TemplateError` for a variable, given by ``key``, that the chat template does not read, that is filled
+        in for each row, or that has the text of a boolean: templates take the text "false" as true.
+        """
         read = set() if self.template is None else self.template.variables
-        if unknown := sorted(set(names) - read):
+        if unknown := sorted(variables.keys() - read):
             raise TemplateError(
                 f"{key}: the chat template of {self.files.origin} reads no variable {unknown[0]!r}",
                 hint=f"it reads {', '.join(sorted(read)) if self.template else 'nothing, there is none'}",
             )
+        if own := sorted(variables.keys() & ROW_VARIABLES):
+            raise TemplateError(f"{key}: {own[0]!r} is filled in for each row", hint="take it out")
+        for name, value in variables.items():
+            if isinstance(value, str) and value.lower() in ("true", "false"):
+                raise TemplateError(
+                    f"{key}: {name!r} has the text {value!r}, which chat templates take as true, whatever it says",
+                    hint=f"write {name}: {value.lower()} without quotes",
+                )
 
     @cached_property
     def control_ids(self) -> frozenset[int]:

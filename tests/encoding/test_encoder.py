@@ -114,6 +114,23 @@ def test_an_encoder_survives_the_way_to_a_worker(encoder: Encoder) -> None:
     assert copy.encode(chat("a", "b")).input_ids.tolist() == encoder.encode(chat("a", "b")).input_ids.tolist()
 
 
+@pytest.mark.parametrize("value", ["false", "True"])
+def test_a_template_variable_with_the_text_of_a_boolean_is_an_error(value: str) -> None:
+    kwargs = {"enable_thinking": value}
+    with pytest.raises(TemplateError, match="take as true") as caught:
+        _ = Encoder(ModelConfig(name_or_path="preset:tiny-qwen3"), TemplateConfig(kwargs=kwargs)).renderer
+    assert caught.value.hint == f"write enable_thinking: {value.lower()} without quotes"
+    assert Encoder(
+        ModelConfig(name_or_path="preset:tiny-qwen3"), TemplateConfig(kwargs={"enable_thinking": False})
+    ).renderer
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_a_template_variable_that_rows_fill_in_is_an_error(name: str) -> None:
+    with pytest.raises(TemplateError, match="filled in for each row"):
+        _ = Encoder(ModelConfig(name_or_path="preset:tiny-qwen3"), TemplateConfig(kwargs={name: []})).renderer
+
+
 def test_a_template_variable_that_nothing_reads_is_an_error() -> None:
     with pytest.raises(TemplateError, match="reads no variable 'enable_thinkin'"):
         _ = Encoder(
