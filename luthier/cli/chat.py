@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -177,12 +178,13 @@ class _Talk:
             case "/system":
                 self.dialogue.system = rest or None
             case "/save":
-                self.dialogue.save(Path(rest or "conversation.jsonl").expanduser())
-                self._say(f"saved in {rest or 'conversation.jsonl'}", style="dim")
+                file = _path(rest) or "conversation.jsonl"
+                self.dialogue.save(Path(file).expanduser())
+                self._say(f"saved in {file}", style="dim")
             case "/image" | "/audio" | "/video":
                 from luthier.prediction.dialogue import media_part
 
-                self.waiting.append(media_part(command[1:], rest))
+                self.waiting.append(media_part(command[1:], _path(rest)))
             case "/edit" if not rest:
                 raise UserError("there is no question to ask instead", hint="/edit TEXT")
             case "/retry" | "/edit":
@@ -266,3 +268,14 @@ class _Talk:
 
     def _say(self, text: str, style: str = "") -> None:
         self.console.print(Words(text, style=style), soft_wrap=True, highlight=False)
+
+
+def _path(text: str) -> str:
+    """A path as it stands, or as a shell reads it: ``"my cat.png"`` and ``my\\ cat.png`` are ``my cat.png``."""
+    if Path(text).expanduser().exists():
+        return text
+    try:
+        words = shlex.split(text)
+    except ValueError:  # a quotation mark without another
+        return text
+    return words[0] if len(words) == 1 else text

@@ -153,6 +153,8 @@ def _metric_table(found: PredictionComparison) -> Table:
 
 def _short(difference: float) -> str:
     """``+0.62``, ``-1,267``: two digits or more, and no power of ten where a reader would have to count."""
+    if not difference:
+        return "0"
     return f"{difference:+,.0f}" if 100 <= abs(difference) < 1e9 else f"{difference:+.2g}"
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import luthier
+from luthier.cli.chat import _path
 from luthier.cli.main import run as run_command
 from luthier.engines.engine import Finish, NewTokens, OnTokens, Refusal, Request
 from luthier.errors import UserError
@@ -219,3 +220,11 @@ def test_the_thinking_switch_is_the_templates_own(opened: TrainedRun) -> None:
     without = open_run(Path("preset:tiny-qwen3"), ["template.chat_template=chatml"])
     with refused(UserError, "switch"):
         with_thinking(without, on=True)
+
+
+def test_a_path_may_stand_in_quotation_marks_as_in_a_shell(tmp_path: Path) -> None:
+    (tmp_path / "it's mine.png").touch()
+    for text in ('"my cat.png"', "'my cat.png'", r"my\ cat.png", "my cat.png"):
+        assert _path(text) == "my cat.png"
+    for text in (str(tmp_path / "it's mine.png"), "it's", "a b", ""):
+        assert _path(text) == text
