@@ -187,3 +187,22 @@ def test_its_parts_are_tower_resampler_and_language_model(folder: Path, tmp_path
     assert (parts.tower, parts.projector) == (("vpm",), ("resampler",))
     with pytest.raises(ModelError, match="no reward model"):
         reward_class(model.config)
+
+
+def test_pairs_and_answers_during_training_work_and_what_needs_another_class_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    pair = {
+        "prompt": row("", 1, 0)["messages"][:1],
+        "chosen": [{"role": "assistant", "content": "right"}],
+        "rejected": [{"role": "assistant", "content": "wrong"}],
+    }
+    losses = [step.loss for step in trained(config_of(folder, tmp_path, [pair] * 4, objective__name="dpo")).steps]
+    assert losses[0] == pytest.approx(np.log(2), rel=1e-4) and losses[-1] < losses[0]
+    saving = {"output__save_strategy": "no"}
+    evaluated = {**saving, "data__eval_split": 0.4, "eval__generate_rows": 2, "generate__max_new_tokens": 3}
+    result = trained(config_of(folder, tmp_path, GIVEN, output__dir=str(tmp_path / "evaluated"), **evaluated))
+    assert len(result.generations[-1].records) == 2
+    cached = config_of(folder, tmp_path, GIVEN, media__cache="encoder_features", output__dir=str(tmp_path / "cached"))
+    with pytest.raises(ModelError, match="features"):
+        trained(cached)
