@@ -38,6 +38,10 @@ DECIDED_BEFORE = (
 )
 
 
+FROM_BASE_AND_ROWS = ("corda", "lora_ga")
+MUTATING = ("pissa", "olora", *FROM_BASE_AND_ROWS)  # first values that are a part of the base weights, moved
+
+
 def keys_in_force(adapter: AdapterConfig) -> frozenset[str]:
     """The keys of the section that decide something in this run, beside ``type``."""
     own = KEYS_OF_TYPE[adapter.type]
@@ -62,7 +66,7 @@ def check_adapter(draft: Draft) -> Iterator[Problem]:
     yield from _nothing_trained(draft)
     yield from _patterns(draft)
     yield from _pissa_with_dora(draft)
-    yield from _eva(draft)
+    yield from _from_rows(draft)
     yield from _loftq(draft)
     yield from _quantized(draft)
 
@@ -120,7 +124,7 @@ def _patterns(draft: Draft) -> Iterator[Problem]:
 
 def _pissa_with_dora(draft: Draft) -> Iterator[Problem]:
     adapter = draft.config.adapter
-    if adapter.use_dora and str(adapter.init_lora_weights).startswith("pissa"):
+    if adapter.use_dora and str(adapter.init_lora_weights).startswith(("pissa", *FROM_BASE_AND_ROWS)):
         what = (
             f"{adapter.init_lora_weights} is saved as a plain LoRA, which cannot hold the norms of "
             f"{draft.cite('adapter.use_dora')}"
@@ -128,19 +132,33 @@ def _pissa_with_dora(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("adapter.init_lora_weights", what, "keep one: use_dora: false, or init_lora_weights: true")
 
 
-def _eva(draft: Draft) -> Iterator[Problem]:
+def _from_rows(draft: Draft) -> Iterator[Problem]:
+    """First values that depend on rows of the run."""
     config, adapter = draft.config, draft.config.adapter
-    if adapter.init_lora_weights != "eva" or adapter.type is not AdapterType.LORA:
+    start = adapter.init_lora_weights
+    if start not in ("eva", *FROM_BASE_AND_ROWS) or adapter.type is not AdapterType.LORA:
         return
     key, way = "adapter.init_lora_weights", "set adapter.init_lora_weights: true"
     if adapter.target_parameters:
-        what = f"eva looks at the inputs of linear layers, and {draft.cite('adapter.target_parameters')} are in none"
+        what = f"{start} looks at linear layers, and {draft.cite('adapter.target_parameters')} are in none"
         yield draft.problem(key, what, way)
     if config.data.prepare == "meanwhile":
-        what = f"eva looks at the first rows before training, and {draft.cite('data.prepare')} is meanwhile"
+        what = f"{start} looks at the first rows before training, and {draft.cite('data.prepare')} is meanwhile"
         yield draft.problem(key, what, f"set data.prepare: before, or {way}")
     if config.runtime.sharding is not Sharding.NONE:
-        what = f"eva wants whole matrices, and {draft.cite('runtime.sharding')} is {config.runtime.sharding}"
+        what = f"{start} wants whole matrices, and {draft.cite('runtime.sharding')} is {config.runtime.sharding}"
+        yield draft.problem(key, what, way)
+    if start == "eva":
+        return
+    objective = config.objective
+    if objective.needs_reference:
+        what = f"{objective.name} compares with the model that training begins with, and {start} changes its base"
+        yield draft.problem(key, what, way)
+    elif start == "lora_ga" and objective.name not in ("sft", "pt"):
+        what = f"lora_ga takes the first gradient of what targets cost, and {objective.name} has no such loss"
+        yield draft.problem(key, what, way)
+    if adapter.name_or_path is not None:
+        what = f"{start} gives a new adapter its values, and {draft.cite('adapter.name_or_path')} goes on with another"
         yield draft.problem(key, what, way)
 
 
@@ -174,7 +192,7 @@ def _quantized(draft: Draft) -> Iterator[Problem]:
     if not adapter.type.is_beside:
         what = f"{short}, and {draft.cite('adapter.type')} is {adapter.type}, which trains weights themselves"
         yield draft.problem(key, what, "set adapter: lora (or another adapter), or remove model.quantization")
-    if str(adapter.init_lora_weights).startswith(("pissa", "olora")):
+    if str(adapter.init_lora_weights).startswith(MUTATING):
         what = f"{adapter.init_lora_weights} moves a part of the base into the adapter, and {short} in few bits"
         yield draft.problem("adapter.init_lora_weights", what, "set adapter.init_lora_weights: true")
     if runtime.sharding is not Sharding.NONE:

@@ -44,7 +44,7 @@ def check_sharding(draft: Draft) -> Iterator[Problem]:
         what = f"the base is nowhere whole at the end of the run, and {cited}"
         yield draft.problem("adapter.merge", what, "set adapter.merge: false, and merge the saved adapter with PEFT")
     initial = config.adapter.init_lora_weights
-    if isinstance(initial, str) and initial.startswith(("pissa", "olora")):
+    if isinstance(initial, str) and initial.startswith(("pissa", "olora")):  # others are refused with their rows
         what = f"{initial} moves a part of the base into the adapter, to be taken out of whole weights, and {cited}"
         yield draft.problem("adapter.init_lora_weights", what, "set adapter.init_lora_weights: true")
 

@@ -67,12 +67,13 @@ class AdapterConfig(Section):
     """Scale by alpha over the root of the rank (rank-stabilized LoRA)."""
     use_dora: bool = False
     """Train the norm of each weight apart from its direction (DoRA)."""
-    init_lora_weights: bool | Literal["gaussian", "pissa", "pissa_niter_16", "olora", "orthogonal", "eva", "loftq"] = (
-        True
-    )
-    """``pissa`` starts from the principal singular directions; converted to a plain LoRA when saved; ``eva`` from
-    the directions in which the inputs of each layer vary most, over the first rows; ``loftq`` from what
-    ``model.quantization`` rounds away."""
+    init_lora_weights: (
+        bool | Literal["gaussian", "pissa", "pissa_niter_16", "olora", "orthogonal", "eva", "corda", "lora_ga", "loftq"]
+    ) = True
+    """``pissa`` starts from the principal singular directions; ``eva`` from the directions in which the inputs of
+    each layer vary most, over the first rows, ``corda`` from the part of each weight that matters most to these inputs,
+    ``lora_ga`` from the first gradient of each weight; ``loftq`` from what ``model.quantization`` rounds away. Where a
+    part of the base becomes the adapter (``pissa``, ``olora``, ``corda``, ``lora_ga``), a plain LoRA is saved."""
     loraplus_lr_ratio: choices.Positive | None = None
     """LoRA+: learning rate of B over that of A."""
     oft_block_size: choices.Size = 32

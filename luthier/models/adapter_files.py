@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import hashlib
 import mmap
 import re
 import shutil
@@ -15,20 +16,24 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import nn
 from transformers import PreTrainedModel
 
+from luthier.config.adapters import MUTATING
 from luthier.config.choices import AdapterType
 from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
 from luthier.models.quantized import dequantized, is_quantized
-from luthier.writing import counted
+from luthier.writing import counted, write_text
 
 _IS_OF_ADAPTER = re.compile(r"\.(lora|oft|vera)_")  # not a module that is saved whole, nor an embedding beside it
 _MADV_PAGEOUT = 21  # Linux 5.4. It loses nothing: a page that is asked for again is read again
-MUTATING = ("pissa", "olora")  # initialisations that move a part of the base weights into the adapter
+_DIGEST = "digest.txt"
 
 
 def existing_settings(source: str, key: str) -> PeftConfig:
@@ -198,6 +203,47 @@ def keep_initial_adapter(model: PeftModel, folder: Path) -> None:
     named, settings.init_lora_weights = settings.init_lora_weights, True
     model.save_pretrained(str(folder))
     settings.init_lora_weights = named
+    write_text(folder / _DIGEST, _digest(folder / SAFETENSORS_WEIGHTS_NAME))
+
+
+def linear_layers(model: PeftModel) -> Iterator[tuple[str, LoraLayer]]:
+    """The linear layers that have a LoRA beside them, by name."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), nn.Linear):
+            yield name, layer
+
+
+@torch.no_grad()
+def take_out(layer: LoraLayer, whole_OI: torch.Tensor, A_RI: torch.Tensor, B_OR: torch.Tensor) -> None:
+    """Leave in the base what the weight has beside ``B A``, scaled, with which the adapter begins."""
+    moved_OI = layer.scaling["default"] * (B_OR.float() @ A_RI.float())
+    layer.get_base_layer().weight.data = (whole_OI.float() - moved_OI).to(whole_OI.dtype)
+
+
+def take_out_initial(model: PeftModel, folder: Path) -> None:
+    """The same for all layers of a run that goes on, by the adapter that `keep_initial_adapter` saved.
+
+    Raises `ModelError` where that is missing or damaged.
+    """
+    file = folder / SAFETENSORS_WEIGHTS_NAME
+    try:
+        whole = (folder / _DIGEST).read_text(encoding="utf-8") == _digest(file)
+        values = load_file(file) if whole else {}
+    except (OSError, ValueError, SafetensorError):
+        whole = False
+    if not whole:
+        raise ModelError(
+            f"{folder}, the adapter with which this run began, is missing or damaged: nothing else says what was "
+            "taken out of the base",
+            hint="begin again with output.overwrite: true",
+        )
+    for name, layer in linear_layers(model):
+        first = [values[f"{name}.lora_{part}.weight"].to(layer.get_base_layer().weight.device) for part in "AB"]
+        take_out(layer, layer.get_base_layer().weight.data, *first)
+
+
+def _digest(file: Path) -> str:
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
 
 
 def saves_embeddings(model: PeftModel) -> bool | str:

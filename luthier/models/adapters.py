@@ -15,7 +15,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
-from luthier.config.adapters import REGEX
+from luthier.config.adapters import FROM_BASE_AND_ROWS, REGEX
 from luthier.config.choices import AdapterType, ModelPart
 from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
@@ -360,8 +360,10 @@ def _lora_config(model: PreTrainedModel, section: AdapterConfig, **common: objec
         lora_dropout=section.lora_dropout,
         use_rslora=section.use_rslora,
         use_dora=section.use_dora,
-        # loftq's values come once the whole weights have been read again
-        init_lora_weights=True if section.init_lora_weights == "loftq" else section.init_lora_weights,
+        # these values come later: of rows that are read, and of whole weights that are read again
+        init_lora_weights=True
+        if section.init_lora_weights in ("loftq", *FROM_BASE_AND_ROWS)
+        else section.init_lora_weights,
         target_parameters=list(section.target_parameters) or None,
         eva_config=EvaConfig(rho=1.0) if section.init_lora_weights == "eva" else None,  # the ranks stay as asked
         rank_pattern=dict(section.rank_pattern),

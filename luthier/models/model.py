@@ -29,6 +29,7 @@ from luthier.config.schema import RunConfig
 from luthier.errors import ModelError, first_line
 from luthier.media.families.family import Attention
 from luthier.models import batch_invariance
+from luthier.models.adapter_files import mutates_base
 from luthier.models.attention import SEGMENTS, register_attention
 from luthier.models.quantized import (
     ask_for_trainable,
@@ -187,6 +188,9 @@ def check_quantized(config: RunConfig, weightless: PreTrainedModel) -> None:
             f"adapter.use_dora: the model comes quantized ({method}), and PEFT has no DoRA beside such layers",
             hint="set adapter.use_dora: false, or name the model with weights of 16 bits, with model.quantization: nf4",
         )
+    if method is not None and mutates_base(config.adapter):
+        what = f"comes quantized ({method}), and {config.adapter.init_lora_weights} takes a part out of whole weights"
+        raise ModelError(f"adapter.init_lora_weights: the model {what}", hint="set adapter.init_lora_weights: true")
     if method is not None and config.runtime.sharding is not Sharding.NONE:
         raise ModelError(
             f"runtime.sharding: the model comes quantized ({method}), and FSDP would divide packed bytes without the "

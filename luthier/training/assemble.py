@@ -12,6 +12,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from luthier.collation import CollateSettings, MediaInputs
+from luthier.config.adapters import FROM_BASE_AND_ROWS
 from luthier.config.choices import Strategy
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned
 from luthier.config.rollout import DeadGroups
@@ -41,7 +42,13 @@ from luthier.training.data import RunData
 from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import OBJECTIVE_STATE, checkpoint_step, write_json
 from luthier.training.folder.run_folder import LostRows
-from luthier.training.initial_adapter import begin_by_activations, begin_by_what_is_rounded_away, tell_as_plain
+from luthier.training.initial_adapter import (
+    begin_by_activations,
+    begin_by_gradients,
+    begin_by_weighted_parts,
+    begin_by_what_is_rounded_away,
+    tell_as_plain,
+)
 from luthier.training.losses.objective import kernel_name, make_losses, model_pass
 from luthier.training.losses.policies import FLOOR_OF_16_BITS, PolicyLosses
 from luthier.training.losses.router_balance import RouterBalance
@@ -124,7 +131,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: streams.World, no
     initial = None
     if adapter_files.mutates_base(config.adapter) and isinstance(model, PeftModel):
         initial = config.output.dir / run_folder.INITIAL_ADAPTER
-        if world.is_main:
+        if world.is_main and config.adapter.init_lora_weights not in FROM_BASE_AND_ROWS:  # which comes later
             adapter_files.keep_initial_adapter(model, initial)
     total, trainable = adapters.count_parameters(model)
     parameters = counted(total, "parameter is", "parameters are")
@@ -416,9 +423,20 @@ def _losses(
 
 def _first_values(setup: RunSetup, model: PeftModel, how: CollateSettings, losses: StepLosses) -> None:
     """Those of a new adapter that have to be computed; one of a resumed run has been read."""
-    match setup.config.adapter.init_lora_weights if setup.first_step is None else None:
+    start, initial, media = setup.config.adapter.init_lora_weights, setup.run_model.initial, setup.run_model.media
+    if initial is not None and start in FROM_BASE_AND_ROWS:
+        if setup.first_step is not None:
+            adapter_files.take_out_initial(model, initial)
+            return
+        if start == "corda":
+            begin_by_weighted_parts(model, losses.forward, setup.data.train, how, media)
+        else:
+            begin_by_gradients(model, losses, setup.data.train, how, media)
+        if setup.world.is_main:
+            adapter_files.keep_initial_adapter(model, initial)
+    match start if setup.first_step is None else None:
         case "eva":
-            begin_by_activations(model, losses.forward, setup.data.train, how, setup.run_model.media)
+            begin_by_activations(model, losses.forward, setup.data.train, how, media)
         case "loftq":
             before, after = begin_by_what_is_rounded_away(model, setup.config, setup.run_model.vocabulary)
             share = f"{after:.1%} of adapted layers' weights instead of {before:.1%}"

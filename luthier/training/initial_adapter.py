@@ -1,29 +1,34 @@
-"""The first values of an adapter that are computed: from the run's own rows by EVA (arXiv:2410.07170), from what a
-quantized base has lost by LoftQ (arXiv:2310.08659, with one round of it)."""
+"""The first values of an adapter that are computed: from the run's own rows by EVA (arXiv:2410.07170), CorDA
+(arXiv:2406.05223) and LoRA-GA (arXiv:2407.05000), from what a quantized base has lost by LoftQ (arXiv:2310.08659, with
+one round of it)."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import torch
 from peft import LoraConfig, PeftModel, initialize_lora_eva_weights
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraGAConfig, LoraLayer
+from peft.tuners.lora.corda import CordaEigens, collect_eigens_for_layer
 from torch import nn
 
 from luthier.collation import CollateSettings, MediaInputs, batch_of_packs
 from luthier.config.inputs import QuantizationConfig
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
+from luthier.models.adapter_files import linear_layers, take_out
 from luthier.models.model import load_model
 from luthier.models.passes import ModelPass, casting
 from luthier.models.quantized import whole_weight
 from luthier.models.routers import times_shown
+from luthier.models.submodules import evaluating
 from luthier.models.vocabulary import Vocabulary
 from luthier.packing.settings import Segments
 from luthier.records import Batch, Pack
+from luthier.training.losses.step_losses import StepLosses
 from luthier.writing import counted
 
 ROWS, ROWS_OF_BATCH = 64, 8
@@ -70,6 +75,97 @@ def begin_by_activations(
             gather_distributed_inputs=False,
             show_progress_bar=False,
         )
+
+
+def begin_by_weighted_parts(
+    model: PeftModel, forward: ModelPass, train: Segments, how: CollateSettings, media: MediaInputs | None
+) -> None:
+    """Let each B A, scaled, begin as the part of its weight that matters most to the inputs of the layer over the first
+    rows (CorDA's ipm), and leave the rest in the base; padding counts nowhere."""
+    layers = [layer for _, layer in linear_layers(model)]
+    sums: dict[nn.Module, torch.Tensor] = {}
+    shown_N = torch.empty(0)
+
+    def add(layer: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        inputs_ND = _shown(arguments, shown_N, "")
+        inputs_ND = inputs_ND / inputs_ND.max().abs().clamp(min=torch.finfo(inputs_ND.dtype).tiny)  # as PEFT has it
+        sums[layer] = sums.get(layer, 0) + inputs_ND.T @ inputs_ND
+
+    hooks = [layer.get_base_layer().register_forward_pre_hook(add) for layer in layers]
+    batches = _first(train, how, media)
+    try:
+        for batch in batches:
+            arranged = forward.isolation.arranged(batch, pad_token_id=how.pad_token_id)
+            shown_N = times_shown(arranged).to(forward.device) > 0
+            with torch.no_grad(), casting(forward.device, forward.autocast), evaluating(model):
+                model(**forward.isolation.inputs(arranged, device=forward.device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for layer in layers:
+        base = layer.get_base_layer()
+        if base not in sums:  # never called, as an expert that no row was sent to
+            continue
+        base.covariance_matrix = sums.pop(base) / len(batches)
+        found, rank = collect_eigens_for_layer(base, model.peft_config["default"]), layer.r["default"]
+        del base.covariance_matrix
+        device = base.weight.device
+        base.eigens = CordaEigens(
+            S_WC=found.S_WC[:rank], U_WC=found.U_WC[:, :rank].to(device), V_WC=found.V_WC[:, :rank].to(device)
+        )
+        _begin(layer, lambda layer: layer.corda_init("default", "corda"))
+
+
+def begin_by_gradients(
+    model: PeftModel, losses: StepLosses, train: Segments, how: CollateSettings, media: MediaInputs | None
+) -> None:
+    """Let each A and B begin with the directions of the gradient of its weight over the first rows, and take their
+    product out of the base (LoRA-GA). The gradients of all adapted weights are in memory at once.
+
+    Raises `ModelError` where nothing is learned from these rows.
+    """
+    layers = [layer for _, layer in linear_layers(model)]
+    bases = [layer.get_base_layer() for layer in layers]
+    batches = _first(train, how, media)
+    units = sum(losses.num_units(batch) for batch in batches)
+    if units == 0:
+        raise ModelError(
+            "adapter.init_lora_weights is lora_ga, and the first rows have no gradient, as nothing is learned of them",
+            hint="set adapter.init_lora_weights: true",
+        )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    _let(trained, have_gradients=False)
+    _let([base.weight for base in bases], have_gradients=True)
+    try:
+        losses.begin_step(model, batches, lambda sums: sums)
+        for batch in batches:
+            (losses.loss(model, batch).loss_sum / units).backward()
+        losses.end_step(lambda sums: sums)
+    finally:
+        _let([base.weight for base in bases], have_gradients=False)
+        _let(trained, have_gradients=True)
+    for layer, base in zip(layers, bases, strict=True):
+        gradient, base.weight.grad = base.weight.grad, None
+        if gradient is not None:
+            base._peft_loraga_grad = gradient
+            _begin(layer, lambda layer: layer.lora_ga_init("default", LoraGAConfig()))
+
+
+def _let(weights: Sequence[torch.Tensor], *, have_gradients: bool) -> None:
+    for weight in weights:
+        weight.requires_grad_(have_gradients)
+
+
+@torch.no_grad()
+def _begin(layer: LoraLayer, begin: Callable[[LoraLayer], None]) -> None:
+    """Let PEFT give a layer its values; what is left in the base is, bit for bit, what `take_out_initial` leaves."""
+    A, B, whole_OI = layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.get_base_layer().weight.data
+    dtype = A.dtype
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # LoRA-GA's decomposition is a random one, and is to be the same on all ranks
+        begin(layer)
+    A.data, B.data = A.data.to(dtype), B.data.to(dtype)
+    take_out(layer, whole_OI, A, B)
 
 
 def tell_as_plain(model: PeftModel) -> None:

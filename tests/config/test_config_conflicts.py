@@ -201,6 +201,26 @@ CONFLICTS = [
         ("run.yaml:4 adapter.init_lora_weights: ", "runtime.sharding (line 5)"),
     ),
     (
+        "adapter: {type: lora, init_lora_weights: corda, use_dora: true}",
+        "",
+        ("run.yaml:4 adapter.init_lora_weights: ", "adapter.use_dora (line 4)"),
+    ),
+    (
+        "adapter: {type: lora, init_lora_weights: lora_ga}\nobjective: dpo",
+        "",
+        ("run.yaml:4 adapter.init_lora_weights: ", "dpo compares with the model", "lora_ga changes its base"),
+    ),
+    (
+        "adapter: {type: lora, init_lora_weights: lora_ga}\nobjective: rm",
+        "",
+        ("run.yaml:4 adapter.init_lora_weights: ", "rm has no such loss"),
+    ),
+    (
+        "adapter: {type: lora, init_lora_weights: corda}\nruntime: {sharding: fsdp}",
+        "",
+        ("run.yaml:4 adapter.init_lora_weights: ", "runtime.sharding (line 5)"),
+    ),
+    (
         "adapter: {type: lora, init_lora_weights: loftq}",
         "",
         ("run.yaml:4 adapter.init_lora_weights: ", "nothing is quantized", "model.quantization: nf4"),

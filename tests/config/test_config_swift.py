@@ -104,6 +104,7 @@ def test_every_key_of_theirs_has_an_outcome_of_its_own(key: str) -> None:
     ("train_type: full\n", "adapter.type", "full"),
     ("tuner_type: vera\n", "adapter.r", 256),
     ("init_weights: pissa\n", "adapter.init_lora_weights", "pissa"),
+    ("init_weights: lora-ga\n", "adapter.init_lora_weights", "lora_ga"),
     ("aligner_lr: 1e-5\n", "train.learning_rates", {"projector": 1e-5}),
     ("columns: {text: query, answer: response}\n", "data.train", None),
     ("val_dataset: held.jsonl\nsave_strategy: epoch\n", "eval.strategy", "epoch"),

@@ -141,7 +141,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "`adapter.use_rslora`": {**LORA, "adapter__use_rslora": True},
     "`adapter.use_dora`": {**LORA, "adapter__use_dora": True},
     **{f"`adapter.init_lora_weights: {way}`": {**LORA, "adapter__init_lora_weights": way}
-       for way in ("pissa", "olora", "orthogonal", "gaussian", "eva")},
+       for way in ("pissa", "olora", "orthogonal", "gaussian", "eva", "corda", "lora_ga")},
     "`adapter.loraplus_lr_ratio`": {**LORA, "adapter__loraplus_lr_ratio": 8.0},
     "`adapter.rank_pattern`": {**LORA, "adapter__rank_pattern": {"q_proj": 8}},
     "`adapter.target_parameters`": {

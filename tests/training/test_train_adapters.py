@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraGAConfig, corda, preprocess_loraga
+from peft.tuners.lora.config import CordaConfig
 from safetensors.torch import load_file
 from tiny_models import MODELS
 from tiny_recurrent import RECURRENT_MODELS
@@ -110,6 +112,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "loraplus": {"loraplus_lr_ratio": 8.0},
     "saved_head": {"modules_to_save": ["lm_head"]},
     "eva": {"init_lora_weights": "eva"},
+    "corda": {"init_lora_weights": "corda", "use_rslora": True},
+    "lora_ga": {"init_lora_weights": "lora_ga"},
     "patterns": {"rank_pattern": {"q_proj": 8, r"layers\.1\.mlp\.up_proj": 2}, "alpha_pattern": {"q_proj": 32}},
     "oft": {"type": "oft", "oft_block_size": 8},
     "vera": {"type": "vera", "r": 64},
@@ -162,13 +166,94 @@ def test_pissa_is_a_plain_lora_of_twice_the_rank_when_saved(train: Train, tmp_pa
     assert '"init_lora_weights": true' in (tmp_path / "run" / "model" / "adapter_config.json").read_text()
 
 
-def test_lora_resumes_exactly_with_pissa_too(train: Train, tmp_path: Path) -> None:
-    keys = {"adapter__type": "lora", "adapter__r": 4, "adapter__init_lora_weights": "pissa", "train__max_steps": 4}
+@pytest.mark.parametrize("start", ["pissa", "corda", "lora_ga"])
+def test_lora_resumes_exactly_where_it_began_with_a_part_of_the_base(start: str, train: Train, tmp_path: Path) -> None:
+    keys = {"adapter__type": "lora", "adapter__r": 4, "adapter__init_lora_weights": start, "train__max_steps": 4}
     whole = train(DATA, output__save_strategy="steps", output__save_steps=2, **keys)
     (tmp_path / "run" / "checkpoint-4" / "manifest.json").unlink()
     again = train(DATA, output__save_strategy="steps", output__save_steps=2, **keys)
     assert again.resumed_from == "checkpoint-2"
     assert [s.loss for s in again.steps] == pytest.approx([s.loss for s in whole.steps], rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # PEFT's own hooks
+@pytest.mark.parametrize("start", ["corda", "lora_ga"])
+def test_values_of_rows_and_base_are_those_that_peft_computes_by_itself(
+    start: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the first eight rows, each by itself, as PEFT's own pages show it; signs of directions are free. LoRA-GA
+    decomposes by chance: here it does so exactly, on both sides."""
+
+    def exactly(matrix: torch.Tensor, q: int, niter: int) -> tuple[torch.Tensor, ...]:
+        left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
+        return left[:, :q], sizes[:q], right[:q].T
+
+    monkeypatch.setattr(torch, "svd_lowrank", exactly)
+    train(
+        DATA, adapter__type="lora", adapter__r=4, adapter__init_lora_weights=start, train__learning_rate=1e-30,
+        train__max_steps=1,
+    )  # fmt: skip
+    ours = load_file(tmp_path / "run" / "initial_adapter" / "adapter_model.safetensors")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "base")
+    rows = [DATA.train[number] for number in range(8)]
+    settings: dict[str, Any] = {"lora_ga_config": LoraGAConfig()} if start == "lora_ga" else {}
+    if start == "corda":
+        settings["corda_config"] = CordaConfig()
+    told = json.loads((tmp_path / "run" / "initial_adapter" / "adapter_config.json").read_text())
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=told["target_modules"], init_lora_weights=start, **settings)
+
+    def logits(row: Any) -> torch.Tensor:
+        return base(torch.from_numpy(row.input_ids.astype(np.int64))[None]).logits[0]
+
+    if start == "lora_ga":
+        learned = [torch.from_numpy(np.flatnonzero(row.target)) for row in rows]
+
+        def step() -> None:
+            losses = [
+                torch.nn.functional.cross_entropy(
+                    logits(row)[places - 1],
+                    torch.from_numpy(row.input_ids.astype(np.int64))[places],
+                    reduction="sum",
+                )
+                for row, places in zip(rows, learned, strict=True)
+            ]
+            (torch.stack(losses).sum() / sum(map(len, learned)) * len(rows)).backward()  # PEFT divides by its calls
+
+        preprocess_loraga(base, lora, step)
+    else:
+        seen: dict[str, list[torch.Tensor]] = {}
+        layers = dict(corda.target_modules(base, lora))
+        hooks = [
+            layer.register_forward_pre_hook(lambda _, inputs, name=name: seen.setdefault(name, []).append(inputs[0][0]))
+            for name, layer in layers.items()
+        ]
+        with torch.no_grad():
+            [logits(row) for row in rows]
+        for hook in hooks:
+            hook.remove()
+        for name, layer in layers.items():
+            inputs = torch.cat(seen[name])
+            layer.covariance_matrix = (inputs / inputs.max().abs()).T @ (inputs / inputs.max().abs())
+            layer.corda_method, layer.rank = "ipm", 4
+        corda.collect_eigens(base, lora, verbose=False)
+        corda.crop_corda_eigens(base, lora)
+    theirs = get_peft_model(base, lora)
+    for name, values in theirs.state_dict().items():
+        if "lora_" in name:
+            own = ours[name.replace(".default", "")]
+            torch.testing.assert_close(own.abs(), values.abs(), rtol=2e-3, atol=2e-4 * float(values.abs().max()))
+
+
+def test_a_run_whose_first_values_are_lost_does_not_go_on(train: Train, tmp_path: Path) -> None:
+    keys = {"adapter__type": "lora", "adapter__init_lora_weights": "lora_ga", "output__save_strategy": "steps",
+            "output__save_steps": 2}  # fmt: skip
+    train(DATA, train__max_steps=2, **keys)
+    file = tmp_path / "run" / "initial_adapter" / "adapter_model.safetensors"
+    damaged = bytearray(file.read_bytes())
+    damaged[-3] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(ModelError, match="missing or damaged"):
+        train(DATA, train__max_steps=4, **keys)
 
 
 def test_targets_are_suffixes_or_patterns() -> None:

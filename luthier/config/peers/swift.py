@@ -314,7 +314,7 @@ def _adapter(reading: translation.Translator) -> None:
     if kind == "llamapro":
         reading.set("adapter.expand_layers", blocks, "llamapro_num_new_blocks")
     if kind == "lora" and start not in (None, True, "true", "True"):
-        reading.set("adapter.init_lora_weights", str(start), "init_weights")
+        reading.set("adapter.init_lora_weights", str(start).replace("-", "_"), "init_weights")  # lora-ga
     if kind in ("full", "llamapro"):
         reading.pass_over(
             ("lora_rank", "lora_alpha", "lora_dropout", "lorap_lr_ratio", "modules_to_save", "use_rslora", "use_dora"),
