@@ -282,6 +282,7 @@ def test_owners_are_told_by_the_numbers_of_the_whole_row(tmp_path: Path) -> None
     answers = {owner.message for run in runs for owner in run.owners if owner.role == "assistant"}
     assert answers == {number for number, one in enumerate(LONG[0]["messages"]) if one["role"] == "assistant"}
     assert {owner.message for owner in runs[-1].owners if owner.field == "content"} >= {0, len(LONG[0]["messages"]) - 1}
+    assert len(runs) > 1 and all("data.overflow: keep_answer" in str(run.continuation) for run in runs)
 
 
 def test_rows_that_fit_are_as_ever_and_other_runs_have_other_stores(tmp_path: Path) -> None:

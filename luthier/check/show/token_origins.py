@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.pieces import split_expansion
+from luthier.encoding.shortening import SHORTENED
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError, SourceError, StoreError
 from luthier.layout.trees import token_weights
@@ -165,7 +166,9 @@ def _origins(sample: Sample, row: Row | RowError | None, encoder: Encoder) -> li
 
 def _continuation(sample: Sample, run: int) -> str | None:
     if sample.verdict is None:
-        return None
+        shortened = any(what == SHORTENED for what, _ in sample.notes)
+        why = "turns of the prompt are left out so that the answer fits (data.overflow: keep_answer)"
+        return why if shortened else None
     if len(sample.branches) == 2:  # a prompt and what follows it
         return f"the answer to a prompt, {'desirable' if sample.verdict else 'undesirable'}"
     margin = f", margin {sample.verdict:g}" if sample.verdict else ""  # one of 0 is as none
