@@ -1,7 +1,8 @@
 """A llama.cpp server in a process of its own, which a broken model file may bring down without anybody else.
 
-Run as a program it is the server: ``python -m luthier.export.llama_server MODEL.gguf``. It ends when its standard input
-does, so it does not outlive the process that started it.
+Run as a program it is the server: ``python -m luthier.export.llama_server MODEL.gguf FILE``. It writes its address to
+the file, as what it prints may stand within a line of llama.cpp's, and ends when its standard input does, so it does
+not outlive the process that started it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from luthier.errors import ModelError
+from luthier.writing import write_text
 
 READY_IN = 600.0  # seconds until it listens: a large model is read from disk first
 CONTEXT = 8192  # tokens of the longest golden case and more
@@ -25,34 +27,35 @@ CONTEXT = 8192  # tokens of the longest golden case and more
 @contextmanager
 def llama_server(model: Path) -> Iterator[str]:
     """The address of a server of a model file, ended with the block. Raises `ModelError` if none comes up."""
-    with tempfile.TemporaryFile() as log:
-        command = [sys.executable, "-m", __name__, str(model)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT) as server:
+    with tempfile.TemporaryDirectory() as folder:
+        address, log = Path(folder) / "address", Path(folder) / "log"
+        command = [sys.executable, "-m", __name__, str(model), str(address)]
+        with (
+            log.open("wb") as said,
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=subprocess.STDOUT) as server,
+        ):
             try:
-                yield _address(server, log)
+                yield _address(server, address, log)
             finally:
                 server.kill()
 
 
-def _address(server: subprocess.Popen[bytes], log: Any) -> str:
-    said: str = ""
+def _address(server: subprocess.Popen[bytes], address: Path, log: Path) -> str:
     until = time.monotonic() + READY_IN
     while time.monotonic() < until:
-        log.seek(0)
-        said = str(log.read(), "utf-8", "replace")
-        found = [line for line in said.splitlines() if line.startswith("LISTENING ")]
-        if found:
-            return found[0].removeprefix("LISTENING ")
+        if address.exists():
+            return address.read_text(encoding="utf-8")
         if server.poll() is not None:
             break
         time.sleep(0.05)
+    said = log.read_text(encoding="utf-8", errors="replace")
     errors = [line.strip() for line in said.splitlines() if "error" in line.lower()]
     raise ModelError(
         f"llama.cpp does not load the file: {(errors or said.strip().splitlines() or ['no word'])[-1][:300]}"
     )
 
 
-def _serve(model: str) -> None:
+def _serve(model: str, address: str) -> None:
     xllamacpp: Any = importlib.import_module("xllamacpp")
     params = xllamacpp.CommonParams()
     params.model.path = model
@@ -63,7 +66,7 @@ def _serve(model: str) -> None:
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(params)
-    print(f"LISTENING {server.listening_address}", flush=True)
+    write_text(Path(address), server.listening_address)
     sys.stdin.buffer.read()
 
 

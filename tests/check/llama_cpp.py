@@ -1,7 +1,7 @@
 """A real llama.cpp server in a process of its own, and the model files that it serves: a tokenizer's vocabulary as it
 is, under a network so small that its answers are noise. What is of interest is which tokens the server makes.
 
-Run as a program it is the server: ``python llama_cpp.py MODEL.gguf TEMPLATE.jinja``.
+Run as a program it is the server: ``python llama_cpp.py MODEL.gguf TEMPLATE.jinja FILE_FOR_ITS_ADDRESS``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from luthier.writing import write_text
 
 READY_IN, ALIVE_FOR = 600.0, 1200.0  # seconds until it listens, and until it ends by itself if nobody ended it
 WIDTH = 32  # of the network, one layer of one head
@@ -102,25 +104,25 @@ def _add_vocabulary(writer: Any, files: dict[str, Any], ids: dict[str, int], *, 
 @contextmanager
 def llama_cpp_server(model: Path, template: str) -> Iterator[str]:
     """The address of a server of ``model``, which renders with ``template``. It is ended with the block."""
-    source, log = model.with_suffix(".jinja"), model.with_suffix(".log")
+    source, log, address = (model.with_suffix(f".{name}") for name in ("jinja", "log", "address"))
     source.write_text(template, encoding="utf-8")
+    address.unlink(missing_ok=True)
     with log.open("wb") as said:
-        command = [sys.executable, __file__, str(model), str(source)]
+        command = [sys.executable, __file__, str(model), str(source), str(address)]
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT)
         try:
-            yield _address(server, log)
+            yield _address(server, address, log)
         finally:
             server.kill()
             server.wait(timeout=READY_IN)
 
 
-def _address(server: subprocess.Popen[bytes], log: Path) -> str:
+def _address(server: subprocess.Popen[bytes], address: Path, log: Path) -> str:
+    """What the server wrote to a file: what it prints may stand within a line of llama.cpp's."""
     until = time.monotonic() + READY_IN
     while time.monotonic() < until:
-        said = log.read_text(encoding="utf-8", errors="replace")
-        found = [line for line in said.splitlines() if line.startswith("LISTENING ")]
-        if found:
-            return found[0].removeprefix("LISTENING ")
+        if address.exists():
+            return address.read_text(encoding="utf-8")
         if server.poll() is not None:
             break
         time.sleep(0.05)
@@ -129,7 +131,7 @@ def _address(server: subprocess.Popen[bytes], log: Path) -> str:
     )
 
 
-def _serve(model: str, template: str) -> None:
+def _serve(model: str, template: str, address: str) -> None:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -139,7 +141,7 @@ def _serve(model: str, template: str) -> None:
     params.n_ctx, params.n_parallel, params.cpuparams.n_threads = 1024, 1, 1
     params.warmup, params.use_jinja = False, True
     server = xllamacpp.Server(params)
-    print(f"LISTENING {server.listening_address}", flush=True)
+    write_text(Path(address), server.listening_address)
     time.sleep(ALIVE_FOR)
 
 
