@@ -58,12 +58,18 @@ class Draft:
     def given(self, key: str) -> bool:
         """True if the user wrote the key, with a value other than null."""
         node = get(self.tree, _path(key))
-        return node is not None and plain(node) is not None
+        by_user = self.translation is None or self.translation.is_given(key)
+        return by_user and node is not None and plain(node) is not None
 
     def cite(self, key: str) -> str:
-        """A key with its place: ``data.eval (line 7)``."""
+        """A key, by the name that the user wrote, with its place: ``data.eval (line 7)``."""
         node = get(self.tree, _path(key))
-        return f"{key} ({'default' if node is None else node.where.short})"
+        if node is None:
+            return f"{key} (default)"
+        if self.translation is None:
+            return f"{key} ({node.where.short})"
+        is_given = self.translation.is_given(key)
+        return f"{self.translation.named(key, node.where)} ({node.where.short if is_given else 'default'})"
 
     def problem(self, key: str, what: str, hint: str) -> errors.Problem:
         """A problem at a key, or at the nearest section that was written."""
@@ -102,7 +108,7 @@ class Draft:
                 for index, source in enumerate(sources):
                     if source.path == error.path:
                         return f"{name}[{index}].path"
-            return None if error.path is None or data.registry is None else "data.registry"
+            return None if error.path is None or data.registry is None else "data.use" if data.use else "data.eval_use"
         named = (self._known_key(found[0]) for found in _KEY.finditer(error.message))
         return next((key for key in named if key is not None), None) or self.key_of_class(error)
 
@@ -223,7 +229,7 @@ def _path(key: str) -> KeyPath:
 _TABLES = re.compile(r"\.(jsonl?|parquet|arrow|ya?ml)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE)
 _LINES = re.compile(r"\.(txt|md|text)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE)
 _CELLS = re.compile(r"\.(csv|tsv)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE)
-_OF_THE_HUB = ("subset", "revision", "streaming")
+_OF_THE_HUB = ("revision", "streaming")
 _OF_MESSAGES = ("tags", "train_on", "thinking", "thinking_tags", "drop_system", "same_role")
 _OF_MESSAGES_IN_RUN = ("train_on", "default_system", "history")
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
@@ -378,7 +384,7 @@ def _source(source: SourceConfig) -> Iterator[tuple[str, str]]:
     if source.path.startswith(("hub:", "modelscope:", "preset:")):
         return
     path = source.path.partition("#")[0]
-    for key in (*_OF_THE_HUB, "split"):
+    for key in _OF_THE_HUB:
         yield key, "the data set is not on the Hub"
     if _TABLES.search(path) or _CELLS.search(path):
         yield "documents", "it is about plain text files, .txt and .md"

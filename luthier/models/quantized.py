@@ -105,8 +105,8 @@ def layers_to_quantize(
     found = {name: layer for name, layer in linear.items() if should_convert_module(name, kept)}
     if not found:
         raise ModelError(
-            f"model.quantization is {section.type}, and {type(model).__name__} has no linear layer to quantize beside "
-            "its output layer and routers",
+            f"model.quantization is {section.type}, and {type(model).__name__} has no linear layer of a class that "
+            "transformers quantizes, beside its output layer and routers",
             hint="remove model.quantization",
         )
     return found

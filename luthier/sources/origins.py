@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -260,12 +260,19 @@ def _listed_and_named(data: DataConfig) -> tuple[list[SourceConfig], list[Source
             raise SourceError(f"data sets are named ({', '.join(named)}), but there is no registry", hint=hint)
         return list(data.train), list(data.eval)
     entries = read_registry(data.registry)
-    train = [registry_source(name, entries, data.registry) for name in data.use]
+    train = _named("data.use", data.use, entries, data.registry)
     if data.use_weights:
         weighed = zip(train, data.use_weights, strict=True)
         train = [source.model_copy(update={"weight": weight}) for source, weight in weighed]
-    held_out = [registry_source(name, entries, data.registry) for name in data.eval_use]
-    return [*data.train, *train], [*data.eval, *held_out]
+    return [*data.train, *train], [*data.eval, *_named("data.eval_use", data.eval_use, entries, data.registry)]
+
+
+def _named(key: str, names: Sequence[str], entries: Mapping[str, object], registry: Path) -> list[SourceConfig]:
+    try:
+        return [registry_source(name, entries, registry) for name in names]
+    except SourceError as error:
+        error.key = key
+        raise
 
 
 def read_registry(path: Path) -> dict[str, object]:

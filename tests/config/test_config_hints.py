@@ -18,8 +18,10 @@ from luthier.config.words import all_keys, known_keys, schema_at
 from luthier.errors import ConfigError
 
 GOOD = "model: preset:tiny-qwen3\ndata: {train: preset:skills}\n"
-# Names of the keys of LLaMA-Factory's YAML, transformers' TrainingArguments, TRL's configs, and axolotl's config.
+# Names of the keys of LLaMA-Factory's YAML, transformers' TrainingArguments, TRL's configs, and axolotl's config; those
+# of ms-swift are answered in its own files alone.
 TOOLS: dict[str, list[str]] = json.loads(Path(__file__).with_name("other_tools.json").read_text(encoding="utf-8"))
+del TOOLS["ms-swift"]
 OUR_NAMES = {key.rsplit(".", 1)[1] for key in all_keys()}
 SECTIONS = "|".join(known_keys(()))
 NAMED = re.compile(rf"\b((?:{SECTIONS})\.[a-z_]+(?:\[0\])?(?:\.[a-z_]+)*)(?:: (\{{[^}}]*\}}|\[[^\]]*\]|[\w:.-]*\w))?")

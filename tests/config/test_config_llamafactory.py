@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from peer_files import keys_refused, refused, value_of
 
+from luthier.config.draft import unread_settings
 from luthier.config.explain import what_is_meant
 from luthier.config.loading import load_config, load_config_text, load_draft
 from luthier.config.peers.llamafactory import LLAMA_FACTORY
 from luthier.config.tree import parse_path
 from luthier.config.words import schema_at
-from luthier.errors import ConfigError
+from luthier.errors import ConfigError, ModelError
+from luthier.loader.settings import data_faults
 
 TABLE: dict[str, Any] = dict(LLAMA_FACTORY.table)
 SFT = "model_name_or_path: preset:tiny-qwen3\nstage: sft\ndataset: some\n"
@@ -274,6 +276,39 @@ def test_a_fault_names_their_line_and_key() -> None:
         load_config_text(f"{SFT}weight_decay: -1\n", "theirs.yaml", check_paths=False)
     (problem,) = caught.value.problems
     assert (problem.where, problem.key) == ("theirs.yaml:4", "weight_decay") and "train.weight_decay" in problem.what
+
+
+def unread(text: str, *overrides: str, folder: Path) -> list[str]:
+    (folder / "theirs.yaml").write_text(text, encoding="utf-8")
+    return unread_settings(load_draft(folder / "theirs.yaml", overrides, check_paths=False))
+
+
+def test_what_is_not_read_is_told_by_the_names_that_the_user_wrote_and_of_defaults_nothing(tmp_path: Path) -> None:
+    text = f"{SFT}num_train_epochs: 2\nmax_steps: 20\n"
+    assert unread(text, folder=tmp_path) == [
+        "num_train_epochs (line 4) is not read: max_steps (line 5) says when the run ends"
+    ]
+    (note,) = unread(f"{SFT}num_train_epochs: 2\n", "train.max_steps=20", folder=tmp_path)
+    assert note.startswith("num_train_epochs (line 4) ") and "train.max_steps (override train.max_steps=20)" in note
+    assert unread(f"{SFT}max_steps: 20\nsave_strategy: epoch\n", folder=tmp_path) == []  # save_steps is a default
+
+
+def test_ways_out_in_keys_of_ours_go_behind_the_command(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(f"{SFT}optim: lion_8bit\nquantization_bit: 4\n", encoding="utf-8")
+    draft = load_draft(tmp_path / "theirs.yaml", check_paths=False)
+    error = ConfigError([draft.problem("train.optim", "it is not there", "or set train.optim: adamw_torch")])
+    draft.place(error)
+    assert error.problems[0].hint == "or write train.optim=adamw_torch behind the command"
+    of_section = ModelError("model.quantization is nf4, and nothing can be quantized")
+    draft.place(of_section)
+    assert (of_section.key, of_section.where) == ("quantization_bit", f"{tmp_path / 'theirs.yaml'}:5")
+
+
+def test_a_data_set_that_is_not_there_is_told_where_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text('{"other": {"file_name": "rows.jsonl"}}', encoding="utf-8")
+    (tmp_path / "theirs.yaml").write_text(f"{SFT}dataset_dir: {tmp_path}\n", encoding="utf-8")
+    (problem,) = data_faults(load_draft(tmp_path / "theirs.yaml", check_paths=False))
+    assert (problem.key, problem.where) == ("data.use", f"{tmp_path / 'theirs.yaml'}:3") and "'some'" in problem.what
 
 
 def test_overrides_use_their_keys_or_ours() -> None:

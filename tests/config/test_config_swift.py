@@ -17,11 +17,15 @@ from luthier.config.words import schema_at
 from luthier.config.yaml_text import parse_yaml
 from luthier.errors import ConfigError
 from luthier.records import Conversation, Preference
+from luthier.sources.origins import resolve_sources
 from luthier.sources.rows import RawRow
 from luthier.sources.source import open_sources
 
 RUN = "model: preset:tiny-qwen3\ndataset: preset:skills\ntuner_type: lora\n"
 TABLE: dict[str, Any] = dict(SWIFT.table)
+KEYS: list[str] = json.loads(Path(__file__).with_name("other_tools.json").read_text(encoding="utf-8"))["ms-swift"]
+ASKED = "rlhf_type: grpo\nreward_funcs: [format]\nper_device_train_batch_size: 8\n"
+GRPO = RUN + ASKED
 THEIRS = """model: Qwen/Qwen2.5-7B-Instruct
 train_type: lora
 torch_dtype: bfloat16
@@ -64,11 +68,14 @@ def test_lines_of_the_table_name_keys_that_are_there() -> None:
     assert len(passed) == len(set(passed)) and not set(passed) & {*TABLE["missing"], *TABLE["keys"]}
 
 
-@pytest.mark.parametrize("key", sorted(SWIFT.known - {"objective", "objective.name", "model", "dataset"}))
+@pytest.mark.parametrize(
+    "key", sorted((SWIFT.known | {*KEYS}) - {"objective", "objective.name", "model", "dataset", "rlhf_type"})
+)
 def test_every_key_of_theirs_has_an_outcome_of_its_own(key: str) -> None:
     """It is translated, passed over or refused by its name, whatever its value: never a failure of the reader."""
-    for value in ("true", "3", "[a, b]", "null", "word", "{a: 1}"):
-        lines = "".join(line for line in RUN.splitlines(keepends=True) if line.split(":")[0] != key)
+    values = ("true", "3", "[a, b]", "null", "word", "{a: 1}")
+    for base, value in (*((RUN, value) for value in values), (GRPO, "3"), (GRPO, "{a: 1}")):
+        lines = "".join(line for line in base.splitlines(keepends=True) if line.split(":")[0] != key)
         try:
             load_config_text(f"{lines}{key}: {value}\n", "theirs.yaml", check_paths=False)
         except ConfigError as error:
@@ -112,6 +119,23 @@ def test_every_key_of_theirs_has_an_outcome_of_its_own(key: str) -> None:
     ("gradient_accumulation_steps: 2\nwarmup_ratio: 0.05\n", "train.warmup_steps", 0.05),
     ("report_to: [wandb, tensorboard]\n", "tracking.report_to", ["wandb", "tensorboard"]),
     ("resume_from_checkpoint: out/checkpoint-3\n", "output.resume", "out/checkpoint-3"),
+    ("quant_bits: 4\nbnb_4bit_compute_dtype: bfloat16\n", "model.quantization.compute_dtype", "bfloat16"),
+    ("torch_compile: true\n", "train.torch_compile", True),
+    ("label_smoothing_factor: 0.1\n", "objective.label_smoothing", 0.1),
+    ("split_dataset_ratio: 0.1\nload_best_model_at_end: true\nmetric_for_best_model: eval_loss\n",
+     "eval.metric_for_best_model", "loss"),
+    ("split_dataset_ratio: 0.1\nearly_stop_interval: 3\n", "eval.early_stopping_patience", 3),
+    ("loss_scale: hermes\nagent_template: hermes\n", "template.targets[0].weight", 2.0),
+    (ASKED, "rollout.answers", 8),
+    (ASKED, "rollout.temperature", 0.9),
+    (ASKED, "objective.kl_weight", 0.04),
+    (ASKED, "adapter.lora_dropout", 0.0),
+    (f"{ASKED}gradient_accumulation_steps: 2\n", "rollout.prompts_per_step", 2),
+    (f"{ASKED}max_length: 100\nmax_completion_length: 20\n", "data.max_length", 120),
+    (f"{ASKED}loss_type: dapo\nepsilon_high: 0.28\n", "objective.clip_high", 0.28),
+    (f"{ASKED}dynamic_sample: true\nmax_resample_times: 2\n", "rollout.resample_rounds", 2),
+    (f"{ASKED}reward_model: judge\nreward_weights: [1, 0.5]\n", "rollout.rewards[1].weight", 0.5),
+    (f"{ASKED}top_p: 0.9\nref_model: other\n", "objective.reference.name_or_path", "other"),
 ], ids=str)  # fmt: skip
 def test_keys_become_what_they_mean_here(text: str, ours: str, value: object) -> None:
     named = {line.split(":")[0] for line in text.splitlines()}
@@ -126,7 +150,12 @@ def test_keys_become_what_they_mean_here(text: str, ours: str, value: object) ->
 
 
 @pytest.mark.parametrize(("text", "key"), [
-    ("rlhf_type: grpo\n", "rlhf_type"),
+    ("rlhf_type: ppo\n", "rlhf_type"),
+    ("rlhf_type: grpo\n", "reward_funcs"),  # nothing judges the answers
+    ("rlhf_type: grpo\nreward_funcs: [polite]\n", "reward_funcs"),
+    ("rlhf_type: grpo\nreward_funcs: [format, soft_overlong]\n", "reward_funcs"),
+    ("rlhf_type: grpo\nreward_funcs: [format]\nmulti_turn_scheduler: gym\n", "multi_turn_scheduler"),
+    ("rlhf_type: grpo\nreward_funcs: [format]\nadvantage_estimator: rloo\n", "advantage_estimator"),
     ("rlhf_type: best\n", "rlhf_type"),
     ("rlhf_type: dpo\nloss_type: [sigmoid, hinge]\n", "loss_type"),
     ("rlhf_type: cpo\nloss_type: hinge\n", "loss_type"),
@@ -135,7 +164,7 @@ def test_keys_become_what_they_mean_here(text: str, ours: str, value: object) ->
     ("tuner_type: longlora\n", "tuner_type"),
     ("quant_method: hqq\nquant_bits: 4\n", "quant_bits"),
     ("sequence_parallel_size: 2\n", "sequence_parallel_size"),
-    ("loss_scale: hermes\n", "loss_scale"),
+    ("loss_scale: react\n", "loss_scale"),
     ("external_plugins: [mine.py]\n", "external_plugins"),
     ("freeze_parameters_ratio: 0.5\n", "freeze_parameters_ratio"),
     ("use_chat_template: false\n", "use_chat_template"),
@@ -194,6 +223,22 @@ def test_messages_beside_a_worse_answer_are_a_pair_for_dpo_and_a_conversation_fo
         (source,) = open_sources(run.data.train, seed=0)
         (row,) = source.rows()
         assert isinstance(row, RawRow) and isinstance(source.convert(row), wanted)
+
+
+def test_calls_in_succession_are_one_message_as_ms_swift_joins_them(tmp_path: Path) -> None:
+    calls = [{"role": "tool_call", "content": json.dumps({"name": "look", "arguments": {"at": at}})} for at in "ab"]
+    results = [{"role": "tool_response", "content": "1"}, {"role": "tool_response", "content": "2"}]
+    ends = {"role": "user", "content": "Look."}, {"role": "assistant", "content": "1 and 2."}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [ends[0], *calls, *results, ends[1]]}) + "\n")
+    run = load_config_text(RUN.replace("preset:skills", str(tmp_path / "rows.jsonl")), "theirs.yaml", check_paths=False)
+    (source,) = open_sources(resolve_sources(run.data)[0], seed=0)
+    (row,) = source.rows()
+    assert isinstance(row, RawRow)
+    found = source.convert(row)
+    assert isinstance(found, Conversation)
+    assert [(message.role, len(message.parts)) for message in found.messages] == [
+        ("user", 1), ("assistant", 2), ("tool", 1), ("tool", 1), ("assistant", 1),
+    ]  # fmt: skip
 
 
 def test_a_file_trains(tmp_path: Path) -> None:

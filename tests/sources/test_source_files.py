@@ -229,6 +229,7 @@ def test_a_subset_is_a_folder(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "en" / "train.jsonl", [{"text": "yes"}])
     write_jsonl(tmp_path / "fr" / "train.jsonl", [{"text": "oui"}])
     assert texts(source_of(tmp_path, subset="fr")) == ["oui"]
+    assert texts(source_of(tmp_path / "fr", subset="default")) == ["oui"]  # as a copy of a data set of the Hub has it
     with pytest.raises(SourceError, match=r"no subset 'de'[\s\S]*en, fr"):
         source_of(tmp_path, subset="de")
 

@@ -391,7 +391,7 @@ UNREAD = {
     "data.prepare": ["data.prepare=meanwhile", "train.packing=none"],
     "model.revision": ["model.revision=v2"],
     "tracking.run_name": ["tracking.run_name=mine"],
-    "data.train[0].subset": ["data.train=[{path: rows.jsonl, subset: en}]"],
+    "data.train[0].revision": ["data.train=[{path: rows.jsonl, revision: v2}]"],
     "data.train[0].documents": ["data.train=[{path: rows.jsonl, documents: file}]"],
     "data.train[0].separator": ["data.train=[{path: rows.jsonl, separator: ';'}]"],
     "data.train[0].drop_system": ["data.train=[{path: rows.txt, drop_system: true}]", "objective=pt"],
@@ -413,6 +413,7 @@ UNREAD = {
 READ = {
     "data.document_end": ["data.train=[{path: rows.jsonl, format: messages}, rows.txt]", "data.document_end=none"],
     "data.train[0].drop_system": ["data.train=[{path: rows.jsonl, drop_system: true}]"],
+    "data.train[0].split": ["data.train=[{path: ., split: train}]"],  # of a folder's files, by their names
     "data.train[0].prompt_format": ["data.train=[{path: rows.jsonl, format: text, prompt_format: 'Q: {q}'}]"],
     "template.history": ["data.train=[rows.txt, rows.jsonl]", "template.history=one_rendering"],
     "output.save_total_limit": ["output.save_total_limit=2", "output.save_strategy=epoch"],

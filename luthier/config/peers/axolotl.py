@@ -14,6 +14,7 @@ from typing import Any
 from luthier.config.peers.axolotl_rows import RowsRead, read_data
 from luthier.config.peers.drawn import DEFAULTS, DrawnAnswers
 from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, names_of, share_as_deepspeed
+from luthier.config.peers.trl import mixed_losses
 from luthier.config.peers.trl_rows import columns_of
 from luthier.config.tree import MappingNode, Node, Scalar
 from luthier.config.tree import plain as value_of
@@ -25,7 +26,7 @@ _PAIRS = {"dpo": None, "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 _LORA_KEYS = (
     "lora_model_dir", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear",
     "lora_target_parameters", "lora_modules_to_save", "lora_rank_pattern", "lora_alpha_pattern", "loraplus_lr_ratio",
-    "loraplus_lr_embedding", "peft_use_dora", "peft_use_rslora", "peft_init_lora_weights", "merge_lora",
+    "loraplus_lr_embedding", "peft", "peft_use_dora", "peft_use_rslora", "peft_init_lora_weights", "merge_lora",
 )  # fmt: skip
 
 
@@ -47,9 +48,10 @@ def _purpose(reading: Translator) -> None:
         reading.refuse("rl", f"{rl} is no objective", f"write one of {', '.join(_PAIRS)}, kto, grpo")
     for key, what in (("process_reward_model", "single steps of an answer are not judged"),
                       ("diffusion", "diffusion models are not trained"),
-                      ("kd_trainer", "a model is trained on rows, not on another model's logits")):  # fmt: skip
+                      ("kd_trainer", "a file that learns from another model's logits is not translated")):  # fmt: skip
         if reading.take(key) not in (None, False):
-            reading.refuse(key, what)
+            hint = "write it as a run description with objective: distill" if key == "kd_trainer" else None
+            reading.refuse(key, what, hint)
     for key in ("ebft", "chat_template", "chat_template_jinja", "streaming"):
         reading.take(key)  # read below, where rows ask for it
     for index, name in enumerate(names_of(reading.take("plugins") or [])):
@@ -126,15 +128,14 @@ def _preferences(reading: Translator, rl: str) -> None:
     """The loss and its numbers, with the defaults of TRL, which axolotl calls."""
     loss = _PAIRS.get(rl)
     reading.set("objective.name", "kto" if rl == "kto" else "dpo", "rl")
-    kinds = reading.take("dpo_loss_type")
+    kinds, _ = reading.take("dpo_loss_type"), reading.take("dpo_loss_weights")
     if kinds is not None and rl == "dpo":
-        names = names_of(kinds)
-        if len(names) != 1:
-            reading.refuse("dpo_loss_type", f"losses are not mixed, and these are {len(names)}", "name one of them")
-        loss = names[0] if names else None
-    if loss is not None:
-        reading.set("objective.loss", loss, "dpo_loss_type" if kinds is not None and rl == "dpo" else "rl")
+        mixed_losses(reading, "dpo_loss_type", "dpo_loss_weights")
+    elif loss is not None:
+        reading.set("objective.loss", loss, "rl")
     reading.switch("objective.loss", "wpo", "dpo_use_weighting")
+    if rl == "dpo":
+        reading.copy("objective.sft_weight", "rpo_alpha")
     given = [key for key in ("rl_beta", "dpo_beta", "orpo_alpha") if reading.take(key) is not None]
     if not given:
         reading.fill_in("defaults", "rl")
@@ -146,12 +147,9 @@ def _preferences(reading: Translator, rl: str) -> None:
         if share := reading.take("cpo_alpha"):
             reading.set("objective.sft_weight", share, "cpo_alpha")
     if rl == "kto":
-        for key, ours in (
-            ("kto_desirable_weight", "desirable_weight"),
-            ("kto_undesirable_weight", "undesirable_weight"),
-        ):
-            if weight := reading.take(key):
-                reading.set(f"objective.{ours}", weight, key)
+        for ours in ("desirable_weight", "undesirable_weight"):
+            if weight := reading.take(f"kto_{ours}"):
+                reading.set(f"objective.{ours}", weight, f"kto_{ours}")
     reading.switch("objective.reference.source", "precomputed", "precompute_ref_log_probs")
 
 
@@ -224,7 +222,19 @@ def _adapter(reading: Translator) -> None:
         reading.pass_over(others, "the adapter that goes on says it")
         return
     _targets(reading)
+    _loftq(reading)
     reading.copy("train.learning_rates.embedding", "embedding_lr")
+
+
+def _loftq(reading: Translator) -> None:
+    """``peft: {loftq_config: {loftq_bits: 4}}``: the base is quantized, and LoRA begins with what that takes away."""
+    given = _mapping(reading, "peft")
+    config = given.get("loftq_config")
+    if given and (len(given) > 1 or not isinstance(config, dict) or config.get("loftq_bits", 4) != 4):
+        reading.refuse("peft", "of axolotl's peft there is loftq_config, with loftq_bits: 4", "remove the rest of it")
+    elif given:
+        reading.set("model.quantization.type", "nf4", "peft")
+        reading.set("adapter.init_lora_weights", "loftq", "peft")
 
 
 def _targets(reading: Translator) -> None:
@@ -258,8 +268,8 @@ def _quantization(reading: Translator) -> None:
     kind, settings = reading.take("adapter"), _mapping(reading, "bnb_config_kwargs")
     of = "load_in_4bit" if four else "load_in_8bit"
     if kind == "qlora" and not four:
-        reading.refuse("adapter", "qlora is LoRA beside weights in four bits, and load_in_4bit is not on",
-                       "write load_in_4bit: true, or adapter: lora")  # fmt: skip
+        what = "qlora is LoRA beside weights in four bits, and load_in_4bit is not on"
+        reading.refuse("adapter", what, "write load_in_4bit: true, or adapter: lora")
     loaded_as = reading.take("model_quantization_config_kwargs")
     if isinstance(loaded_as, dict) and loaded_as.get("dequantize") is True:
         reading.take("model_quantization_config")
@@ -422,10 +432,8 @@ def _evaluation(reading: Translator) -> None:
             reading.set("eval.metric_for_best_model", str(metric).removeprefix("eval_"), "metric_for_best_model")
         if generates:
             _samples(reading)
-    times, steps = reading.take("saves_per_epoch"), reading.take("save_steps")
-    _when(
-        reading, "output", times, "saves_per_epoch", steps, "save_steps", reading.take("save_strategy"), "save_strategy"
-    )
+    times, steps, when = (reading.take(key) for key in ("saves_per_epoch", "save_steps", "save_strategy"))
+    _when(reading, "output", times, "saves_per_epoch", steps, "save_steps", when, "save_strategy")
 
 
 def _when(reading: Translator, section: str, times: Any, times_key: str, steps: Any, steps_key: str, strategy: Any,

@@ -1,6 +1,7 @@
-"""What files of TRL's GRPO and RLOO, and axolotl's that call it, say of answers that are drawn in the run.
+"""What files of TRL's GRPO and RLOO, and those of axolotl and ms-swift that build on it, say of answers that are drawn
+in the run.
 
-Their defaults are TRL's; the names of the keys are TRL's too, wherever they stand in a file.
+The names of the keys are TRL's, wherever they stand in a file and whatever that calls them.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from luthier.config.peers.translation import Translator, beside, names_of
@@ -20,8 +21,13 @@ DEFAULTS: Mapping[str, Any] = {
     "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
 }  # fmt: skip
 RLOO_DEFAULTS: Mapping[str, Any] = {**DEFAULTS, "beta": 0.05, "num_generations": 2}
+SWIFT_DEFAULTS: Mapping[str, Any] = {**DEFAULTS, "beta": 0.04, "temperature": 0.9, "loss_type": "grpo"}
 _LOSSES = {"dapo": "dapo", "bnpo": "dapo", "grpo": "grpo", "dr_grpo": "dr_grpo", "cispo": "cispo", "sapo": "sapo"}
-_THINKS = r"matches:<think>(?!.*<think>).*?</think>.*"  # TRL's think_format_reward
+_PATTERNS = {  # rewards that ask how an answer is written: TRL's, and two of ms-swift's
+    "think_format_reward": r"matches:<think>(?!.*<think>).*?</think>.*",
+    "format": r"matches:<think>.*?</think>\s*<answer>.*?</answer>",
+    "react_format": r"matches:<think>.*?</think>\s*Action:.*?Action Input:.*",
+}
 _FROM_SOME = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None}
 # What a file may ask for and Luthier has not: the key, the value at which it asks for nothing, and the reason.
 _MISSING: tuple[tuple[str, object, str], ...] = (
@@ -44,7 +50,8 @@ class DrawnAnswers:
     """Settings on their way: ``given`` under TRL's names, ``at`` gives the key that a name has in the file.
 
     ``rows``: what an optimizer step of one process has, (rows of a micro-batch, micro-batches) as the file says.
-    ``plain``: the rows' prompts are texts, so that TRL gives texts to reward functions.
+    ``plain``: the rows' prompts are texts, so that TRL gives texts to reward functions. ``defaults`` are the tool's,
+    and ``missing`` what it alone has and Luthier has not. ``model_is_last``: the last weight is a reward model's.
     """
 
     reading: Translator
@@ -54,12 +61,15 @@ class DrawnAnswers:
     rows_key: str
     is_rloo: bool = False
     plain: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
+    missing: tuple[tuple[str, object, str], ...] = ()
+    model_is_last: bool = False
 
     def read(self) -> None:
         """Set ``objective`` and ``rollout``; what is left of ``given`` decides nothing here, or is refused."""
         reading = self.reading
         reading.set("objective.name", "rl", self.at("reward_funcs"))
-        for key, idle, why in _MISSING:
+        for key, idle, why in (*_MISSING, *self.missing):
             if self._take(key) not in (None, False, idle):
                 reading.refuse(self.at(key), why, "remove the line")
         self._loss()
@@ -79,13 +89,16 @@ class DrawnAnswers:
         if isinstance(written := self._take("chat_template_kwargs"), dict):
             reading.set("template.kwargs", written, self.at("chat_template_kwargs"))
         self._rewards()
+        is_said = "adapter.lora_dropout" in reading.origins or reading.take("disable_dropout") is False
+        if reading.take("lora_dropout") and not is_said:
+            reading.told.append("lora_dropout: 0, as answers are drawn without it and learned as they were drawn")
         for key in list(self.given):
             self.given.pop(key)
             reading.passed[self.at(key)] = "it says how answers are drawn or told, and none that are learned from"
 
     def _take(self, key: str) -> Any:
         value = self.given.pop(key, None)
-        return (RLOO_DEFAULTS if self.is_rloo else DEFAULTS).get(key) if value is None else value
+        return self.defaults.get(key) if value is None else value
 
     def _of(self, key: str) -> str:
         """The key that a value comes from: one that the file lacks is its own default."""
@@ -118,7 +131,7 @@ class DrawnAnswers:
         if kind == "bnpo":
             reading.told.append(f"{self.at('loss_type')}: bnpo divides by the targets of the whole step, as dapo does")
         if loss == "cispo":
-            if high is None or high <= 1:
+            if not isinstance(high, int | float) or high <= 1:
                 what = f"cispo bounds the ratio itself, and {high if high is not None else low} is no such bound"
                 reading.refuse(self.at("epsilon_high"), what, "epsilon_high: 5.0")
                 return
@@ -146,6 +159,9 @@ class DrawnAnswers:
             return
         if between is None and isinstance(drawn, int):
             between = max(1, drawn // (each * world))
+        if between is not None and not isinstance(between, int):
+            reading.refuse(self.at("steps_per_generation"), f"this is a whole number, not {between!r}")
+            return
         updates, rest = divmod(between or turns, turns)
         whole = each * turns * world
         if rest or updates < 1:
@@ -180,8 +196,9 @@ class DrawnAnswers:
     def _rewards(self) -> None:
         names, model = self._take("reward_funcs"), self._take("reward_model_name_or_path")
         weights, key = self._take("reward_weights"), self.at("reward_funcs")
-        rewards: list[dict[str, object]] = [{"model": str(model)}] if model else []
-        rewards += [reward for name in names_of(names or []) if (reward := self._reward(name, key)) is not None]
+        rewards = [reward for name in names_of(names or []) if (reward := self._reward(name, key)) is not None]
+        if model:  # weights are in this order
+            rewards.insert(len(rewards) if self.model_is_last else 0, {"model": str(model)})
         if not names and not model:
             self.reading.refuse(key, "nothing judges the answers", f"for example {key}: [rewards.polite], for the "
                                 "function polite of rewards.py here")  # fmt: skip
@@ -198,12 +215,14 @@ class DrawnAnswers:
     def _reward(self, name: str, key: str) -> dict[str, object] | None:
         """One of TRL's own rewards, or a function by its dotted name, in a file here."""
         told = self.reading.told
-        if name in ("accuracy_reward", "reasoning_accuracy_reward"):
+        if name in ("accuracy_reward", "reasoning_accuracy_reward", "accuracy"):
             told.append(f"{name}: the last number of an answer is compared with that of the column solution (metric "
-                        "number), where TRL has math_verify compare formulas")  # fmt: skip
+                        f"number), where {self.reading.peer.name} has math_verify compare formulas")  # fmt: skip
             return {"metric": "number", "column": "solution", "name": name}
-        if name == "think_format_reward":
-            return {"metric": _THINKS, "name": name}
+        if name in _PATTERNS:
+            return {"metric": _PATTERNS[name], "name": name}
+        if name == "soft_overlong":
+            return {"metric": f"overlong:{self._take('soft_cache_length')}", "name": name}
         if name == "get_soft_overlong_punishment":
             told.append(f"{name}: the punishment begins 256 tokens before the longest answer, not at 1,024")
             return {"metric": "overlong:256", "name": name}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from luthier.config.peers import translation
+from luthier.config.peers.drawn import SWIFT_DEFAULTS, DrawnAnswers
 from luthier.config.peers.trl import mixed_losses
 from luthier.config.peers.trl_rows import columns_of
 from luthier.config.tree import MappingNode
@@ -30,6 +31,34 @@ _BY_DEFAULT = {None: ["cross_entropy"], "simpo": ["simpo"], "cpo": ["sigmoid"]} 
 _COLUMNS = {"query": "prompt", "response": "response", "system": "system", "messages": "messages", "tools": "tools",
             "images": "images", "videos": "videos", "audios": "audios"}  # fmt: skip
 _HUBS = ("HF::", "MS::")
+_OF_ANSWERS = "it belongs to answers that are drawn in the run (rlhf_type: grpo, ppo, gkd)"
+_TRLS = {  # of answers that are drawn: its keys, TRL's
+    "tau_pos": "sapo_temperature_pos",
+    "tau_neg": "sapo_temperature_neg",
+    "temperature": "temperature",
+    "overlong_filter": "mask_truncated_completions",
+    "beta": "beta",
+    "loss_type": "loss_type",
+    "max_completion_length": "max_completion_length",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "repetition_penalty": "repetition_penalty",
+}
+_NOT_DRAWN: tuple[tuple[str, object, str], ...] = (
+    ("advantage_estimator", "grpo", "advantages are those of GRPO; objective.loss: rloo or reinforce_pp has others"),
+    ("kl_in_reward", False, "KL stands beside the loss, and not in the reward"),
+    ("multi_turn_scheduler", None, "rollout.tools and rollout.environment have conversations of several turns"),
+    ("use_gym_env", False, "rollout.environment has conversations of several turns"),
+    ("gym_env", None, "rollout.environment has conversations of several turns"),
+    ("advantage_reweight", None, "advantages are not weighed by a teacher; objective: distill learns from one"),
+    ("sdar_loss_coef", 0.0, "a teacher's loss is not added; objective: distill learns from one"),
+    ("teacher_model", None, "a teacher's loss is not added; objective: distill learns from one"),
+    ("teacher_model_server", None, "a teacher's loss is not added; objective: distill learns from one"),
+    ("chord_sft_dataset", [], "rows that are learned as they stand are not mixed with answers that are drawn"),
+    ("rollout_importance_sampling_mode", None, "rollout.correction weighs what the sampler drew otherwise"),
+    ("off_policy_sequence_mask_delta", None, "rollout.correction leaves out what the sampler drew otherwise"),
+    ("reward_model_plugin", None, "a reward model's own score is the reward"),
+)  # fmt: skip
 
 
 def _is_its(tree: MappingNode) -> bool:
@@ -39,15 +68,18 @@ def _is_its(tree: MappingNode) -> bool:
 
 
 def _purpose(reading: translation.Translator) -> None:
-    """What is learned. What learns from answers that are drawn in the run is not translated."""
+    """What is learned."""
     reading.fill_in("defaults")
     said, kind = reading.take("objective"), _kind(reading)
     named = said.get("name") if isinstance(said, dict) else said
-    if kind in ("ppo", "grpo", "gkd"):
+    if kind in ("ppo", "gkd"):
         what = f"swift rlhf learns by {kind} from answers drawn in the run, and that is not translated"
-        reading.stop("rlhf_type", what, "write it as a run description of Luthier's (docs/rl.md)")
+        ours = "objective: {name: rl, loss: ppo}" if kind == "ppo" else "objective: distill"
+        reading.stop("rlhf_type", what, f"write it as a run description of Luthier's, with {ours} (docs/rl.md)")
+    elif kind == "grpo":
+        _answers(reading)
     elif kind not in (None, "kto", "rm", *_PAIRS):
-        reading.refuse("rlhf_type", f"{kind} is no objective", f"write one of {', '.join(_PAIRS)}, kto, rm")
+        reading.refuse("rlhf_type", f"{kind} is no objective", f"write one of {', '.join(_PAIRS)}, kto, rm, grpo")
     elif kind is not None:
         reading.set("objective.name", "dpo" if kind in _PAIRS else str(kind), "rlhf_type")
     else:
@@ -61,13 +93,52 @@ def _kind(reading: translation.Translator) -> str | None:
     return None if kind is None else str(kind)
 
 
+def _answers(reading: translation.Translator) -> None:
+    """``rlhf_type: grpo``: TRL's keys, with other defaults and some other names."""
+    if reading.take("tuner_type") == "lora":
+        reading.fill_in("defaults", "lora")
+    drawn = {*reading.peer.table["passed"][_OF_ANSWERS], *reading.peer.table["asked"], *_TRLS}
+    given = {_TRLS.get(key, key): reading.take(key) for key in reading.entries if key in drawn}
+    models = translation.names_of(given.pop("reward_model", None) or [])
+    if len(models) > 1 or given.pop("reward_adapters", None):
+        reading.refuse("reward_model", "one reward model judges here, with all of its weights in its folder",
+                       "write others into rollout.rewards of a run description (luthier config import)")  # fmt: skip
+    turns, losses = reading.take("gradient_accumulation_steps"), translation.names_of(given.get("loss_type") or "grpo")
+    given |= {"loss_type": losses[0], **({"reward_model_name_or_path": models[0]} if models else {})}
+    if given.get("top_k") == -1:
+        given["top_k"] = 0  # both are all tokens
+    if given.pop("dynamic_sample", None):
+        reading.set("rollout.dead_groups", "resample", "dynamic_sample")
+        if (times := given.pop("max_resample_times", None)) is not None:
+            reading.set("rollout.resample_rounds", times, "max_resample_times")
+    if "soft_overlong" in translation.names_of(given.get("reward_funcs") or []) and not given.get("soft_cache_length"):
+        reading.refuse("reward_funcs", "soft_overlong has no length to begin at", "write soft_cache_length: TOKENS")
+    theirs = {trl: key for key, trl in _TRLS.items()} | {"reward_model_name_or_path": "reward_model"}
+    DrawnAnswers(
+        reading=reading, given=given, at=lambda key: theirs.get(key, key), plain=True, defaults=SWIFT_DEFAULTS,
+        rows=(reading.take("per_device_train_batch_size"), turns or 1), rows_key="per_device_train_batch_size",
+        missing=_NOT_DRAWN, model_is_last=True,
+    ).read()  # fmt: skip
+
+
 def _objective(reading: translation.Translator) -> None:
     """The loss and its numbers."""
     kind, losses = _kind(reading), translation.names_of(reading.take("loss_type") or [])
-    beta, smooth = reading.take("beta"), reading.take("label_smoothing")
+    smoothed = "label_smoothing_factor" if kind is None else "label_smoothing"
+    beta, smooth = reading.take("beta"), reading.take(smoothed)
+    others = {"label_smoothing", "label_smoothing_factor"} - {smoothed}
+    reading.pass_over(others, "label_smoothing is for rlhf_type, and label_smoothing_factor for swift sft and pt")
     numbers = {key: reading.take(key) for key in ("rpo_alpha", "cpo_alpha", "simpo_gamma", "desirable_weight",
                                                   "undesirable_weight", "ref_model", "ref_adapters")}  # fmt: skip
     reading.switch("objective.loss", "dft", "enable_dft_loss")
+    if numbers["ref_model"] is not None:
+        reading.set("objective.reference.name_or_path", str(numbers["ref_model"]), "ref_model")
+    if numbers["ref_adapters"]:
+        reading.refuse("ref_adapters", "a reference is a model, or the base under the adapter that goes on",
+                       "merge them into a model, and name it as ref_model")  # fmt: skip
+    reading.take("loss_weights")
+    if kind == "grpo":
+        return
     if losses and kind == "dpo":
         mixed_losses(reading)  # it hands both to TRL
     elif len(losses) == 1 and kind == "kto":
@@ -76,7 +147,8 @@ def _objective(reading: translation.Translator) -> None:
         reading.refuse("loss_type", f"{', '.join(losses)} is no loss for this file", "name losses of rlhf_type: dpo")
     elif kind in _PAIRS:
         reading.set("objective.loss", _PAIRS[str(kind)], "rlhf_type")
-    reading.take("loss_weights")
+    if smooth:
+        reading.set("objective.label_smoothing", smooth, smoothed)
     if kind not in (*_PAIRS, "kto"):
         return
     reading.defaults |= {"beta", "cpo_alpha", "simpo_gamma"} - set(reading.entries)
@@ -87,17 +159,10 @@ def _objective(reading: translation.Translator) -> None:
         reading.set("objective.sft_weight", 1.0 if (part := numbers["cpo_alpha"]) is None else part, "cpo_alpha")
     elif numbers["rpo_alpha"] is not None and kind == "dpo":
         reading.set("objective.sft_weight", numbers["rpo_alpha"], "rpo_alpha")
-    if smooth:
-        reading.set("objective.label_smoothing", smooth, "label_smoothing")
     if kind == "kto":
         for key in ("desirable_weight", "undesirable_weight"):
             if numbers[key] is not None:
                 reading.set(f"objective.{key}", numbers[key], key)
-    if numbers["ref_model"] is not None:
-        reading.set("objective.reference.name_or_path", str(numbers["ref_model"]), "ref_model")
-    if numbers["ref_adapters"]:
-        reading.refuse("ref_adapters", "a reference is a model, or the base under the adapter that goes on",
-                       "merge them into a model, and name it as ref_model")  # fmt: skip
 
 
 # ------------------------------------------------------------------ rows
@@ -115,6 +180,7 @@ def _data(reading: translation.Translator) -> None:
         sources = [source for index, each in enumerate(listed) if (source := _source(reading, key, index, str(each)))]
         if sources:
             reading.set(ours, sources, key)
+    reading.set("data.same_role", "merge", "dataset")
     share = reading.take("split_dataset_ratio")
     if share and not reading.take("val_dataset"):
         reading.set("data.eval_split", share, "split_dataset_ratio")
@@ -196,6 +262,8 @@ def _template(reading: translation.Translator) -> None:
         reading.told.append(
             "template: the model's own chat template is used, not one that ms-swift has under this name"
         )
+    if reading.take("agent_template") is not None:
+        reading.told.append("agent_template: tools and calls are written by the model's own chat template")
     if (system := reading.take("system")) is not None:
         file = Path(str(system))
         text = file.read_text(encoding="utf-8") if file.suffix == ".txt" and file.is_file() else str(system)
@@ -207,6 +275,9 @@ def _template(reading: translation.Translator) -> None:
             reading.set("template.train_on", ways[scale], "loss_scale")
         elif scale.startswith("ignore_empty_think"):
             reading.told.append("loss_scale: a thought that is empty is learned where it stands in an answer's text")
+        elif scale == "hermes":
+            reading.set("template.targets", [{"part": "tool_call", "weight": 2.0}], "loss_scale")
+            reading.told.append("loss_scale: hermes counts a tool call twice; here without the tags around it")
         elif scale not in ("default", *ways):
             reading.refuse("loss_scale", f"{scale} weighs parts of answers by patterns", "write weights into the "
                            "rows, or rules into the targets of a data set (docs/targets.md)")  # fmt: skip
@@ -225,8 +296,13 @@ def _lengths(reading: translation.Translator) -> None:
         reading.told.append("max_length: 4,096 tokens, Luthier's default; ms-swift has the model's own limit")
     else:
         reading.defaults |= {"max_length"} - set(reading.entries)
+        answer = reading.take("max_completion_length") or SWIFT_DEFAULTS["max_completion_length"]
+        if _kind(reading) == "grpo" and isinstance(asked, int) and isinstance(answer, int):
+            most = asked + answer  # theirs is the prompt's alone
         reading.set("data.max_length", most, "max_length")
     how = str(reading.take("truncation_strategy"))
+    if _kind(reading) == "grpo" and "truncation_strategy" in reading.defaults:
+        how = "left"
     ways = {"delete": "drop", "left": "keep_answer", "right": "truncate", "split": "split"}
     if how not in ways:
         reading.refuse("truncation_strategy", f"{how} is no way", f"write one of {', '.join(ways)}")
@@ -278,6 +354,7 @@ def _model(reading: translation.Translator) -> None:
 def _quantization(reading: translation.Translator) -> None:
     method, bits = reading.take("quant_method"), reading.take("quant_bits")
     four, double = reading.take("bnb_4bit_quant_type"), reading.take("bnb_4bit_use_double_quant")
+    computed_in = reading.take("bnb_4bit_compute_dtype")
     if method is None and bits is None:
         return
     if method not in (None, "bnb") or bits not in (4, 8):
@@ -287,6 +364,9 @@ def _quantization(reading: translation.Translator) -> None:
     reading.set("model.quantization.type", str(four or "nf4") if bits == 4 else "int8", "quant_bits")
     if bits == 4:
         reading.set("model.quantization.double_quantization", double is not False, "quant_bits")
+        if computed_in is not None:
+            kind = str(computed_in).removeprefix("torch.")
+            reading.set("model.quantization.compute_dtype", kind, "bnb_4bit_compute_dtype")
 
 
 def _adapter(reading: translation.Translator) -> None:
@@ -336,7 +416,9 @@ def _schedule(reading: translation.Translator) -> None:
     reading.defaults |= {"learning_rate", "gradient_accumulation_steps", "warmup_ratio"} - set(reading.entries)
     usual = 1e-5 if reading.take("tuner_type") == "full" else 1e-4
     reading.set("train.learning_rate", usual if rate is None else rate, "learning_rate")
-    if turns is None and isinstance(rows, int) and rows > 0:
+    if _kind(reading) == "grpo":
+        turns = None  # rollout.prompts_per_step says how large a step is
+    elif turns is None and isinstance(rows, int) and rows > 0:
         turns = max(1, math.ceil(16 / rows / world))
         reading.told.append(f"gradient_accumulation_steps: {turns}, ms-swift's default, for "
                             f"{counted(rows * turns * world, 'row')} in a step")  # fmt: skip
@@ -373,6 +455,15 @@ def _run(reading: translation.Translator) -> None:
         reading.set("eval.strategy", when, "eval_strategy" if "eval_strategy" in reading.entries else "save_strategy")
         if when == "steps":
             reading.set("eval.steps", steps or every, "eval_steps" if steps else "save_steps")
+    best = reading.take("load_best_model_at_end"), reading.take("early_stop_interval")
+    metric, _ = reading.take("metric_for_best_model"), reading.take("greater_is_better")
+    if when not in (None, "no") and any(best):
+        reading.switch("eval.load_best_model_at_end", True, "load_best_model_at_end")
+        reading.copy("eval.early_stopping_patience", "early_stop_interval")
+        if metric is not None:
+            names = {"accuracy": "token_accuracy"}
+            name = str(metric).removeprefix("eval_")
+            reading.set("eval.metric_for_best_model", names.get(name, name), "metric_for_best_model")
     trackers = [
         name for name in translation.names_of(reading.take("report_to") or []) if name.lower() not in ("none", "all")
     ]

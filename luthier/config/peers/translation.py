@@ -25,6 +25,8 @@ from luthier.errors import Problem
 from luthier.writing import JsonObject
 
 _LINES_TOLD = 9
+_DEFAULT = "'s default"  # behind a key of theirs that a file leaves out
+_SET = re.compile(r"\bset ([a-z_]+\.[\w.\[\]]+): ([\w.-]+)$")  # the way out, for a file of ours
 _ZERO = re.compile(
     r"(?:^|/)(?:deepspeed_configs/zero|ds_z)([0-3])(?!\w*autotp)\w*\.json$"
 )  # axolotl's, LLaMA-Factory's
@@ -65,16 +67,28 @@ class Translation:
         )
 
     def their_key(self, ours: str) -> str:
-        """The key of theirs that a key of ours comes from, or ours where none does."""
+        """The key of theirs that a key of ours, or the first one below it, comes from, or ours where none does."""
         path = parse_path(ours) or ()
-        keys = (show_path(path[:end]) for end in range(len(path), 0, -1))
-        return next((self.origins[key] for key in keys if key in self.origins), ours)
+        keys = [show_path(path[:end]) for end in range(len(path), 0, -1)]
+        below = (key for key in self.origins if key.startswith(f"{ours}."))
+        return next((self.origins[key] for key in (*keys, *below) if key in self.origins), ours)
+
+    def named(self, ours: str, where: Where) -> str:
+        """The key as the user wrote it at this place: an override may have used ours."""
+        key = self.their_key(ours)
+        is_ours = where.source.startswith("override ") and not where.source.startswith(f"override {key}=")
+        return ours if is_ours else key.removesuffix(_DEFAULT)
+
+    def is_given(self, ours: str) -> bool:
+        """False for a key that stands for a default of theirs, which the file does not say."""
+        return not self.origins.get(ours, "").endswith(_DEFAULT)
 
     def as_theirs(self, problem: Problem) -> Problem:
-        """The problem by the name that the user wrote. Overrides may have used ours."""
+        """The problem by the name that the user wrote. Overrides may have used ours, and go behind the command."""
+        hint = None if problem.hint is None else _SET.sub(r"write \1=\2 behind the command", problem.hint)
         if problem.where.startswith("override ") or (key := self.their_key(problem.key)) == problem.key:
-            return problem
-        return replace(problem, key=key, what=f"{problem.what}; here it is {problem.key}")
+            return replace(problem, hint=hint)
+        return replace(problem, key=key, what=f"{problem.what}; here it is {problem.key}", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,7 +242,7 @@ class Translator:
         made = put(self.tree, path, node)
         assert isinstance(made, MappingNode)
         self.tree = made
-        self.origins[ours] = f"{of}'s default" if of in self.defaults else of
+        self.origins[ours] = f"{of}{_DEFAULT}" if of in self.defaults else of
 
     def copy(self, ours: str, key: str, made: Callable[[Any], object] | None = None) -> None:
         """Our key gets the value of theirs, or what is ``made`` of it, if the file has one."""

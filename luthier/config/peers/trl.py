@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from luthier.config.objective import losses_of
 from luthier.config.peers import translation
-from luthier.config.peers.drawn import DEFAULTS, DrawnAnswers
+from luthier.config.peers.drawn import DEFAULTS, RLOO_DEFAULTS, DrawnAnswers
 from luthier.config.peers.trl_rows import evaluates, first_rows, objective_of, read_data, read_lessons, train_all_parts
 from luthier.config.tree import MappingNode, plain
 from luthier.writing import JsonObject, counted
@@ -200,6 +200,7 @@ def _answers(reading: translation.Translator) -> None:
     DrawnAnswers(
         reading=reading, given=given, at=str, rows=rows, rows_key="per_device_train_batch_size", is_rloo=is_rloo,
         plain=rows_first is not None and "prompt" in rows_first.texts,
+        defaults=RLOO_DEFAULTS if is_rloo else DEFAULTS,
     ).read()  # fmt: skip
     reading.read |= {"precompute_ref_log_probs", "max_prompt_length"}
 
@@ -211,39 +212,40 @@ def _dpo(reading: translation.Translator) -> None:
         reading.switch("objective.reference.source", "none", "reference_free")
 
 
-def mixed_losses(reading: translation.Translator) -> str | None:
-    """Set the loss of DPO, or the mix of several that Luthier has, as ``loss_type`` and ``loss_weights`` name it; None
-    where that is refused."""
-    names, given = translation.names_of(reading.take("loss_type") or "sigmoid"), reading.take("loss_weights")
+def mixed_losses(
+    reading: translation.Translator, of: str = "loss_type", weights_of: str = "loss_weights"
+) -> str | None:
+    """Set the loss of DPO, or the mix that Luthier has of several, as these keys say; None where that is refused."""
+    names, given = translation.names_of(reading.take(of) or "sigmoid"), reading.take(weights_of)
     if not given:
-        reading.defaults |= {"loss_weights"} - set(reading.entries)
+        reading.defaults |= {weights_of} - set(reading.entries)
     try:
         weights = [float(weight) for weight in translation.names_of(given)] if given else [1.0] * len(names)
     except ValueError:
         weights = []
     if len(weights) != len(names):
-        reading.refuse("loss_weights", f"loss_type has {counted(len(names), 'loss', 'losses')}, and these are "
+        reading.refuse(weights_of, f"{of} has {counted(len(names), 'loss', 'losses')}, and these are "
                        f"{counted(len(weights), 'weight')}", "give one number for each loss")  # fmt: skip
         return None
     mixed = dict(zip(names, weights, strict=True))
     of_answer = mixed.pop("sft", None)
     total = sum(mixed.values())
     if set(mixed) == {"sigmoid", "bco_pair"} and total > 0:
-        reading.set("objective.loss", "mpo", "loss_type")
-        reading.set("objective.bco_share", mixed["bco_pair"] / total, "loss_weights")
-        reading.set("objective.sft_weight", (of_answer or 0.0) / total, "loss_weights")
+        reading.set("objective.loss", "mpo", of)
+        reading.set("objective.bco_share", mixed["bco_pair"] / total, weights_of)
+        reading.set("objective.sft_weight", (of_answer or 0.0) / total, weights_of)
     elif len(mixed) == 1 and total > 0:
         (loss,) = mixed
-        reading.set("objective.loss", loss, "loss_type")
+        reading.set("objective.loss", loss, of)
         if of_answer is not None:
-            reading.set("objective.sft_weight", of_answer / total, "loss_weights")
+            reading.set("objective.sft_weight", of_answer / total, weights_of)
     else:
-        reading.refuse("loss_type", f"{', '.join(names)} are not mixed",
+        reading.refuse(of, f"{', '.join(names)} are not mixed",
                        "choose one loss, with sft beside it or not, or sigmoid, bco_pair and sft")  # fmt: skip
         return None
     if (of_answer is not None or len(mixed) > 1) and total != 1:
         reading.told.append(
-            f"loss_weights: the whole loss is divided by {total:g}, which leaves Adam's steps as they are"
+            f"{weights_of}: the whole loss is divided by {total:g}, which leaves Adam's steps as they are"
         )
     return next(iter(mixed)) if len(mixed) == 1 else "mpo"
 

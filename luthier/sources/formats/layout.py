@@ -17,7 +17,7 @@ _ROLE_NAMES: Mapping[str, tuple[str, ...]] = {
     "user": ("user", "human", "prompter"),
     "assistant": ("assistant", "gpt", "model", "bot", "chatgpt", "bard", "bing"),
     "tool": ("tool", "observation", "function", "tool_response"),
-    FUNCTION_CALL: (FUNCTION_CALL,),
+    FUNCTION_CALL: (FUNCTION_CALL, "tool_call"),
 }
 _ROLE_TAGS = {
     "system_tag": "system",
