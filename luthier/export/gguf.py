@@ -18,6 +18,7 @@ import tempfile
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -224,9 +225,12 @@ class TemplateShape:
     opening: str
 
     def rendered(self, messages: list[JsonObject]) -> str:
-        """The prompt as Ollama makes it of the same shape."""
-        told = [f"{self.before[one['role']]}{one['content']}{self.behind[one['role']]}" for one in messages]
-        return "".join(told) + self.opening
+        """The prompt as Ollama makes it of the same shape: it joins messages of one role that follow each other."""
+        joined = (
+            (role, "\n\n".join(one["content"] for one in run))
+            for role, run in groupby(messages, key=lambda one: one["role"])
+        )
+        return "".join(f"{self.before[role]}{text}{self.behind[role]}" for role, text in joined) + self.opening
 
     def in_go(self) -> str:
         """The shape in Ollama's language."""
@@ -266,8 +270,10 @@ def proven_shape(parity: Parity, tokenizer: Any) -> TemplateShape:
         raise NotExpressible("there are no golden prompts to prove it on")
     shape = _shape(parity, tokenizer)
     texts = (*shape.before.values(), *shape.behind.values(), shape.opening)
-    if any("{{" in text or "}}" in text or '"""' in text for text in texts):
+    if any("{{" in text or "}}" in text or text.endswith("{") or '"""' in text for text in texts):
         raise NotExpressible("the chat template writes braces or quotes that Ollama reads as its own")
+    if not "".join(texts).translate(dict.fromkeys(map(ord, "\n\r\t"))).isprintable():
+        raise NotExpressible("the chat template writes characters that Ollama drops as it reads a Modelfile")
     first = tokenizer.bos_token
     if first and any(text.startswith(first) for text in texts):
         raise NotExpressible(f"the chat template writes the begin token {first}, which Ollama adds once more")

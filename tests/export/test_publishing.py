@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import random
+import re
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -11,6 +13,7 @@ from threading import Thread
 from typing import Any
 
 import huggingface_hub
+import jinja2
 import msgspec
 import pytest
 from transformers import AutoTokenizer
@@ -78,6 +81,67 @@ def test_a_template_that_does_more_is_left_out_and_that_is_said(template: str, t
     asked = [{"role": "user", "content": " Up? "}]
     text, notes = modelfile(Path("some.gguf"), parity(tokenizer, asked), tokenizer, 64)
     assert "TEMPLATE" not in text and text.startswith("FROM ./some.gguf\n") and "TEMPLATE" in notes[0]
+
+
+def as_ollama_writes(modelfile: str, messages: list[dict[str, Any]]) -> str:
+    """The prompt that Ollama makes by a Modelfile: it drops what is not printed, joins messages of one role that follow
+    each other, and runs its template, an action of which goes from the first {{ to the next }}. Other actions than
+    those that are read here are a mistake, as they are for Go's package text/template."""
+    (_, told) = modelfile.split("TEMPLATE ", 1)
+    quoted = "".join(letter for letter in told if letter.isprintable() or letter in "\n\r\t").strip()
+    (template,) = re.fullmatch(r'"""(.*)"""', quoted, flags=re.DOTALL).groups()  # type: ignore[union-attr]
+    texts, jinja, ends = list[str](), "", list[str]()
+    for number, part in enumerate(re.split(r"\{\{(.*?)\}\}", template, flags=re.DOTALL)):
+        action = part.strip()
+        if number % 2 == 0:
+            jinja, texts = jinja + f"{{{{ texts[{len(texts)}] }}}}", [*texts, part]
+        elif action == "range .Messages":
+            jinja, ends = jinja + "{% for one in messages %}", [*ends, "{% endfor %}"]
+        elif (found := re.fullmatch(r'(if|else if) eq \.Role ("\w+")', action)) is not None:
+            verb, role = found.groups()
+            ends += ["{% endif %}"] if verb == "if" else []
+            jinja += f"{{% {verb.replace('else if', 'elif')} one.role == {role} %}}"
+        elif action == "end":
+            jinja += ends.pop()
+        else:
+            assert action == ".Content", action
+            jinja += "{{ one.content }}"
+    assert not ends
+    joined = list[dict[str, str]]()
+    for one in messages:
+        if joined and joined[-1]["role"] == one["role"]:
+            joined[-1] = {**joined[-1], "content": joined[-1]["content"] + "\n\n" + one["content"]}
+        else:
+            joined.append(one)
+    return jinja2.Template(jinja, keep_trailing_newline=True).render(texts=texts, messages=joined)
+
+
+LETTERS = ("<|im_start|>", "<|im_end|>", "{", "}", '"', "\n", "\u00a0", "\u200b", *"aé#% " * 4)
+
+
+def test_what_ollama_makes_of_a_template_is_what_training_makes(tokenizer: Any) -> None:
+    """Of chat templates that put any texts around messages, and of histories in which a role speaks twice in a row:
+    where there is a TEMPLATE, it makes every golden prompt."""
+    rng, written = random.Random(0), 0
+    twice = [{"role": "user", "content": "Up?"}, *HISTORY[1:2], {"role": "assistant", "content": "Yes{"}, HISTORY[3]]
+    for number in range(100):
+        texts = ["".join(rng.choices(LETTERS, k=rng.randrange(4))) for _ in range(7)]
+        around = [
+            f"{{% if m.role == '{role}' %}}{{{{ {before!r} }}}}{{{{ m.content }}}}{{{{ {behind!r} }}}}{{% endif %}}"
+            for role, before, behind in zip(("system", "user", "assistant"), texts[:3], texts[3:6], strict=True)
+        ]
+        tokenizer.chat_template = (
+            f"{{% for m in messages %}}{''.join(around)}{{% endfor %}}"
+            f"{{% if add_generation_prompt %}}{{{{ {texts[6]!r} }}}}{{% endif %}}"
+        )
+        histories = [HISTORY, HISTORY[1:2], *([twice] if number % 10 == 0 else [])]
+        told, _ = modelfile(Path("some.gguf"), parity(tokenizer, *histories), tokenizer, 64)
+        if "TEMPLATE" in told:
+            written += 1
+            for history in histories:
+                wanted = tokenizer.apply_chat_template(history, add_generation_prompt=True)["input_ids"]
+                assert tokenizer(as_ollama_writes(told, history))["input_ids"] == wanted, texts
+    assert 20 < written < 80
 
 
 def test_without_golden_prompts_or_with_tools_there_is_no_template(tokenizer: Any) -> None:
