@@ -14,6 +14,7 @@ from peft import EvaConfig, LoraConfig, OFTConfig, PeftConfig, PeftModel, VeraCo
 from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from luthier.config.adapters import FROM_BASE_AND_ROWS, REGEX
 from luthier.config.choices import AdapterType, ModelPart
@@ -314,6 +315,21 @@ def _new_adapter(
         return adapted
     except (ValueError, AssertionError) as error:  # ranks and block sizes that the layers do not allow
         raise ModelError(f"adapter.type {section.type}: {error}") from error
+    except TypeError as error:
+        if not str(error).startswith("Target module"):  # of a kind that this adapter knows nothing of
+            raise
+        raise ModelError(
+            f"adapter.type {section.type}: {error}", hint="set adapter.type: lora, or adapter.target_modules"
+        ) from error
+    except AttributeError as error:  # PEFT looks for the weight of a linear layer
+        start = section.init_lora_weights
+        if not isinstance(start, str):
+            raise
+        raise ModelError(
+            f"adapter.init_lora_weights {start}: it begins from weights of linear layers, and experts are in one "
+            f"tensor ({error})",
+            hint="set adapter.init_lora_weights: true, or name other modules in adapter.target_modules",
+        ) from error
 
 
 def _inside(model: PreTrainedModel, targets: str | list[str], outside: str) -> list[str]:
@@ -322,7 +338,7 @@ def _inside(model: PreTrainedModel, targets: str | list[str], outside: str) -> l
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, nn.Linear | Conv1D)
         and not any(module is end for end in ends)
         and (targets == ALL_LINEAR or any(name == each or name.endswith(f".{each}") for each in targets))
         and not re.fullmatch(outside, name)
@@ -410,7 +426,7 @@ def _trainable_rows(
 
 
 def _linear_modules(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> list[str]:
-    found = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    found = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D | nn.Embedding)}
     found |= packed_layers(model).keys()
     return [name for name, _ in model.named_modules() if name in found and parts.of(name) in section.train_parts]
 

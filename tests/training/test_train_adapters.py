@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,10 +15,17 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraGAConfig, corda, preprocess_loraga
 from peft.tuners.lora.config import CordaConfig
 from safetensors.torch import load_file
-from tiny_models import MODELS
+from tiny_models import MODELS, tiny_model
 from tiny_recurrent import RECURRENT_MODELS
 from tiny_runs import losses_by_hand, make_config, make_data, make_segments, padded_batch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from luthier.config.choices import AdapterType
 from luthier.config.schema import AdapterConfig
@@ -285,6 +292,29 @@ def test_targets_are_suffixes_or_patterns() -> None:
 def test_adapters_that_cannot_be_are_refused_with_the_names_there_are(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         adapters.apply_adapter(_model(), AdapterConfig(type=AdapterType.LORA, **keys))
+
+
+def test_experts_in_one_tensor_are_refused_where_an_adapter_begins_from_the_weights_of_linear_layers() -> None:
+    section = AdapterConfig(
+        type=AdapterType.LORA,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.down_proj"],
+        init_lora_weights="pissa",
+    )
+    with pytest.raises(ModelError, match="init_lora_weights pissa"):
+        adapters.apply_adapter(cast(Any, tiny_model("qwen3_moe")), section)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+def test_layers_of_gpt_2s_kind_are_named_like_linear_ones_and_refused_where_peft_does_not_adapt_them() -> None:
+    def model() -> Any:
+        return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=96))
+
+    for kind in (AdapterType.LORA, AdapterType.VERA):
+        adapted = adapters.apply_adapter(model(), AdapterConfig(type=kind, target_modules=["c_attn"]))
+        assert any("c_attn" in name for name in _trained(adapted))
+    with pytest.raises(ModelError, match=r"adapter\.type oft: Target module Conv1D"):
+        adapters.apply_adapter(model(), AdapterConfig(type=AdapterType.OFT))
 
 
 def test_an_existing_adapter_is_gone_on_from(train: Train, tmp_path: Path) -> None:
