@@ -367,9 +367,7 @@ def _write(run: TrainedRun, engine: LocalEngine, folder: Path, dtype: str) -> li
     """Merge, cast and save; the engine has the merged model afterwards."""
     model, notes = engine.model, []
     if isinstance(model, PeftModel):
-        if dtype == "float32" and not is_quantized(base_of(model)):
-            model = model.float()  # a sum in 16 bits would be rounded
-        merged = merge_adapter(model)
+        merged = merge_adapter(model, torch.float32 if dtype == "float32" else None)  # in 16 bits sums are rounded
     else:
         merged = model
         if is_quantized(merged):

@@ -372,6 +372,7 @@ def _probes(model: PeftModel) -> Iterator[ModuleProbe]:
         module.enable_adapters(False)
         base_PO = _outputs(module, base, seed)
         module.enable_adapters(True)
+        name = name.removesuffix(".token_adapter")  # rows of new tokens, inside of what takes the layer's place
         yield ModuleProbe(name=name, seed=seed, adapted_PO=adapted_PO, base_PO=base_PO)
 
 

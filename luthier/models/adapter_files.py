@@ -10,6 +10,7 @@ import re
 import shutil
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
@@ -136,8 +138,9 @@ def check_mergeable(model: PreTrainedModel, source: str, key: str) -> None:
         adapted.unload()
 
 
-def merge_adapter(model: PeftModel) -> PreTrainedModel:
-    """The base model with the adapter added to its weights. The adapter is gone afterwards.
+def merge_adapter(model: PeftModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The base model with the adapter added to its weights, in ``dtype`` where one is given. The adapter is gone
+    afterwards.
 
     A quantized base is dequantized before: a sum that was rounded to few bits again would not be what was trained.
     Raises `ModelError` where transformers cannot dequantize it.
@@ -147,19 +150,50 @@ def merge_adapter(model: PeftModel) -> PreTrainedModel:
         with tempfile.TemporaryDirectory(prefix="luthier_adapter_") as folder, quiet_peft():
             model.save_pretrained(folder, save_embedding_layers=saves_embeddings(model))
             model = PeftModel.from_pretrained(dequantized(model.unload()), folder)
-    _merge_layers(model)
+    _untie(model)
+    _merge_layers(model, dtype)
+    model = model if dtype is None else model.to(dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="All adapters are already merged")  # this is what was wanted
         return model.merge_and_unload(safe_merge=True)
 
 
-def _merge_layers(model: PeftModel) -> None:
-    """Merge layer by layer, so that there is never a weight both in memory and in the file that it came from. Layers
-    that PEFT unloads in a way of their own are left to it."""
+def _untie(model: PeftModel) -> None:
+    """Give an adapted layer a weight of its own where it shares one, as an embedding and an output layer do: else what
+    is added to one of them would be added to both. Rows of new tokens are trained alike in both."""
+    shared = Counter(
+        id(weight)
+        for module in model.modules()
+        for weight in module._parameters.values()
+        if weight is not None  # a bias that a layer does not have
+    )
     for module in model.modules():
-        if not isinstance(module, BaseTunerLayer) or hasattr(module, "unload_and_optionally_merge_module"):
+        if not isinstance(module, BaseTunerLayer) or isinstance(module, TrainableTokensLayer):
             continue
+        layer = module.get_base_layer()
+        for name, weight in list(layer.named_parameters(recurse=False)):
+            if shared[id(weight)] > 1:
+                shared[id(weight)] -= 1
+                setattr(layer, name, nn.Parameter(weight.data, requires_grad=False))
+                config = model.get_base_model().config
+                config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+
+
+def _merge_layers(model: PeftModel, dtype: torch.dtype | None) -> None:
+    """Merge layer by layer, so that there is never a weight both in memory and in the file that it came from. Layers
+    that PEFT unloads in a way of their own are left to it.
+
+    A merge takes several times its layer's weight for a moment, so the largest layers come first, while most of the
+    others are still in the file."""
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer) and not hasattr(module, "unload_and_optionally_merge_module")
+    ]
+    for module in sorted(layers, key=_num_bytes, reverse=True):
         before = [weight.data for weight in module.get_base_layer().parameters(recurse=False)]
+        if dtype is not None:
+            module.to(dtype)
         module.merge(safe_merge=True)
         after = {weight.data_ptr() for weight in module.get_base_layer().parameters(recurse=False)}
         for weight in before:
@@ -167,6 +201,10 @@ def _merge_layers(model: PeftModel) -> None:
                 _leave_in_file(weight)
         del before
         give_back_freed()
+
+
+def _num_bytes(module: BaseTunerLayer) -> int:
+    return sum(weight.nbytes for weight in module.get_base_layer().parameters())
 
 
 def _leave_in_file(weight: torch.Tensor) -> None:
@@ -326,12 +364,16 @@ def _misfit(source: str, why: str, key: str = "adapter.name_or_path") -> ModelEr
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Silence four warnings of PEFT: of how EVA could need less memory; of a property that transformers has renamed,
+    """Silence six warnings of PEFT: of how EVA could need less memory; of a property that transformers has renamed,
     though both names say the same; of mutated base weights, given while PEFT does the conversion that the warning
-    advises; and of its own settings for fused experts, which it applies, but looks for among modules only."""
+    advises; of its own settings for fused experts, which it applies, but looks for among modules only; of layers of
+    GPT-2's kind, for which it sets what they need; and of a layer whose weight is another's, too, which
+    `merge_adapter` gives one of its own."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The following .*_pattern keys did not", category=RuntimeWarning)
         warnings.filterwarnings("ignore", message="lora with eva initialization used with", category=UserWarning)
         warnings.filterwarnings("ignore", message=".* changes the base weights of the model", category=UserWarning)
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False but", category=UserWarning)
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`", category=UserWarning)
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         yield

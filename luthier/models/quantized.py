@@ -245,10 +245,14 @@ def dequantized(model: PreTrainedModel) -> PreTrainedModel:
         quantizer.remove_quantization_config(model)
         return model
     if quantizer.quantization_config.quant_method != "torchao":
+        turned = [name for name, layer in model.named_modules() if getattr(layer, "source_cls", None) is Conv1D]
         try:
-            return quantizer.dequantize(model, dtype=model.config.dtype)
+            whole: PreTrainedModel = quantizer.dequantize(model, dtype=model.config.dtype)
         except NotImplementedError as error:
             raise ModelError(f"weights of {type(model).__name__} cannot be made whole again: {error}") from error
+        for name in turned:
+            whole.set_submodule(name, _turned_back(whole.get_submodule(name)))
+        return whole
     for layer in model.modules():
         for name, weight in list(layer.named_parameters(recurse=False)):
             if hasattr(weight, "__tensor_flatten__"):
@@ -256,6 +260,16 @@ def dequantized(model: PreTrainedModel) -> PreTrainedModel:
                 setattr(layer, name, nn.Parameter(whole, requires_grad=False))
     quantizer.remove_quantization_config(model)
     return model
+
+
+def _turned_back(layer: Any) -> Conv1D:
+    """A layer of GPT-2's kind again, whose weight [inputs, outputs] transformers turns round as it quantizes it, and
+    leaves so."""
+    with torch.device("meta"):
+        plain = Conv1D(layer.out_features, layer.in_features)
+    plain.weight = nn.Parameter(layer.weight.data.T.contiguous(), requires_grad=False)
+    plain.bias = layer.bias
+    return plain
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -27,6 +29,8 @@ from luthier.cli.main import run as run_command
 from luthier.errors import CheckpointError, ConfigError, ModelError, UserError
 from luthier.export import model_folder, quantizing, taken_down
 from luthier.export.proof import prove
+from luthier.models import adapter_files
+from luthier.models.adapter_files import quiet_peft
 from luthier.prediction.trained_run import open_run
 from luthier.presets import model_folder as model_folder_of
 from luthier.training.folder.staging import RunFiles
@@ -438,7 +442,7 @@ def test_an_export_that_is_not_what_was_trained_is_not_put_in_place(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command says so by its exit code, and what was in the folder before is there still."""
-    monkeypatch.setattr(model_folder, "merge_adapter", lambda model: model.unload())
+    monkeypatch.setattr(model_folder, "merge_adapter", lambda model, dtype: model.unload())
     target = tmp_path / "exported"
     assert run_command(["export", str(world.run), "--to", str(target), "--json", str(tmp_path / "told.json")]) == 3
     told = json.loads((tmp_path / "told.json").read_text(encoding="utf-8"))
@@ -565,6 +569,30 @@ def test_all_weights_of_a_run_are_proven_without_an_adapter(tmp_path: Path) -> N
     assert C.WEIGHTS in {result.check for result in done.proof.results}
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True` as embedding layers found:UserWarning")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("targets", "added"), [
+    (["q_proj"], ["<|zap|>"]), (["q_proj", "lm_head"], []), (["embed_tokens"], []), (["embed_tokens", "lm_head"], []),
+])  # fmt: skip
+def test_adapters_on_the_embedding_and_the_output_layer_are_merged_into_each_alone(
+    targets: list[str], added: list[str], tied: bool, tmp_path: Path
+) -> None:
+    """Where both have one weight, each gets one of its own, if an adapter is on one of them."""
+    model = {"name_or_path": "preset:tiny-qwen3", "config_overrides": {"tie_word_embeddings": tied}}
+    adapter = {"type": "lora", "target_modules": targets, "r": 4}
+    luthier.train(description(tmp_path / "run", adapter, model={**model, "add_special_tokens": added}))
+    done = luthier.export_run(tmp_path / "run", ExportOptions(to=tmp_path / "exported"))
+    assert done.ok, done.proof
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "base")
+    base.resize_token_embeddings(exported.get_input_embeddings().num_embeddings, mean_resizing=False)
+    with quiet_peft():
+        trained = PeftModel.from_pretrained(base, tmp_path / "run" / "model").eval()
+    ids = torch.arange(40, 60)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(exported(ids).logits, trained(ids).logits, atol=1e-4, rtol=1e-4)
+
+
 def test_what_a_run_merges_at_its_end_is_proven_like_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     described = description(tmp_path / "run", {"type": "lora", "merge": True})
     told: list[object] = []
@@ -594,6 +622,23 @@ def test_a_merge_file_of_llama_factory_is_exported_as_it_is(world: World, tmp_pa
     assert told["proof"]["checks"]["merged"]["ok"] and "preset:skills" in " ".join(told["notes"])
     theirs, ours = load_file(tmp_path / "theirs" / WEIGHTS), load_file(world.folder / WEIGHTS)
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+
+
+def test_weights_of_16_bits_are_summed_in_float32_where_that_is_what_is_exported() -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(model_folder_of("tiny-llama"))
+    settings = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    with quiet_peft():
+        model = get_peft_model(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), settings)
+    wanted = {name: weight.detach().float() for name, weight in model.get_base_model().state_dict().items()}
+    merged = adapter_files.merge_adapter(copy.deepcopy(model), torch.float32)
+    for name, layer in adapter_files.linear_layers(model):
+        delta = layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float()
+        plain = name.removeprefix("base_model.model.")
+        wanted[f"{plain}.weight"] = wanted.pop(f"{plain}.base_layer.weight") + delta * layer.scaling["default"]
+    found = merged.state_dict()
+    assert {weight.dtype for weight in found.values()} == {torch.float32}
+    assert all(torch.equal(found[name], weight) for name, weight in wanted.items() if "lora" not in name)
 
 
 MERGING = """

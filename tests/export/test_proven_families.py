@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Config, Qwen2Config
 
 import luthier
 from luthier import ExportCheck, Exported, ExportOptions
@@ -38,11 +38,17 @@ PROVEN = {
     "gemma3": ALL,
     "qwen3_moe": ALL,
     "gpt_oss": ALL,
+    "gpt2": ALL,
     "qwen3_vl" + PICTURES: ALL,
     "llava" + PICTURES: ALL,
     "gemma3" + PICTURES: ALL,
 }
 NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}  # of Qwen 2
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "qwen2": lambda: Qwen2Config(**NO_HEAD_DIM),
+    "gpt2": lambda: GPT2Config(n_embd=32, n_layer=2, n_head=4, initializer_range=0.2),
+}
+ADAPTED_MODULES = ["q_proj", "o_proj", "c_attn", "c_proj"]
 Base = Callable[[str], Path]
 
 
@@ -69,7 +75,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
             filled(AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))).save_pretrained(folder)
             return folder
         shutil.copytree(tokenizer_folder("tiny"), folder)
-        config: Any = Qwen2Config(**NO_HEAD_DIM) if name == "qwen2" else MODELS[name]().config
+        config: Any = CONFIGS[name]() if name in CONFIGS else MODELS[name]().config
         config.update({"vocab_size": 2048, "eos_token_id": 2034, "pad_token_id": 2032, "bos_token_id": None})
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         return folder
@@ -98,7 +104,7 @@ def adapter(folder: Path, target: Path, kind: str) -> None:
     """An adapter that changes what every layer gives, as if it had been trained."""
     torch.manual_seed(1)
     kinds = AutoModelForImageTextToText if folder.name.endswith(PICTURES) else AutoModelForCausalLM
-    settings = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], use_dora=kind == "DoRA", task_type="CAUSAL_LM")
+    settings = LoraConfig(r=2, target_modules=ADAPTED_MODULES, use_dora=kind == "DoRA", task_type="CAUSAL_LM")
     with quiet_peft():
         model = get_peft_model(kinds.from_pretrained(folder), settings)
         for name, weight in model.named_parameters():
