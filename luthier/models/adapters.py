@@ -315,21 +315,13 @@ def _new_adapter(
         return adapted
     except (ValueError, AssertionError) as error:  # ranks and block sizes that the layers do not allow
         raise ModelError(f"adapter.type {section.type}: {error}") from error
-    except TypeError as error:
-        if not str(error).startswith("Target module"):  # of a kind that this adapter knows nothing of
-            raise
-        raise ModelError(
-            f"adapter.type {section.type}: {error}", hint="set adapter.type: lora, or adapter.target_modules"
-        ) from error
-    except AttributeError as error:  # PEFT looks for the weight of a linear layer
+    except (TypeError, AttributeError) as error:  # a layer that the adapter, or its initialisation, knows nothing of
         start = section.init_lora_weights
-        if not isinstance(start, str):
+        if not (str(error).startswith("Target module") or isinstance(start, str)):
             raise
-        raise ModelError(
-            f"adapter.init_lora_weights {start}: it begins from weights of linear layers, and experts are in one "
-            f"tensor ({error})",
-            hint="set adapter.init_lora_weights: true, or name other modules in adapter.target_modules",
-        ) from error
+        begins = f" with init_lora_weights {start}" if isinstance(start, str) else ""
+        hint = "set adapter.type: lora with init_lora_weights: true, or name other modules in adapter.target_modules"
+        raise ModelError(f"adapter.type {section.type}{begins}: {error}", hint=hint) from error
 
 
 def _inside(model: PreTrainedModel, targets: str | list[str], outside: str) -> list[str]:
