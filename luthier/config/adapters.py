@@ -195,9 +195,10 @@ def _quantized(draft: Draft) -> Iterator[Problem]:
     if str(adapter.init_lora_weights).startswith(MUTATING):
         what = f"{adapter.init_lora_weights} moves a part of the base into the adapter, and {short} in few bits"
         yield draft.problem("adapter.init_lora_weights", what, "set adapter.init_lora_weights: true")
-    if runtime.sharding is not Sharding.NONE:
+    if runtime.sharding is not Sharding.NONE and not section.type.is_4bit:
         what = f"{short}, and are not known to be the same when {draft.cite('runtime.sharding')} divides them"
-        yield draft.problem(key, what, "set runtime.sharding: none, with the whole quantized model on each device")
+        way = "set model.quantization: nf4, or runtime.sharding: none, with the whole quantized model on each device"
+        yield draft.problem(key, what, way)
 
 
 def check_quantization(draft: Draft) -> Iterator[Problem]:

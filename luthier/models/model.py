@@ -34,6 +34,7 @@ from luthier.models.attention import SEGMENTS, register_attention
 from luthier.models.quantized import (
     ask_for_trainable,
     check_stored,
+    has_4bit,
     is_quantized,
     is_read_whole,
     kept_modules,
@@ -148,6 +149,8 @@ def quantize_whole(loaded: LoadedModel, config: RunConfig) -> LoadedModel:
         return loaded
     config.output.dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=config.output.dir, prefix=".whole_model_") as folder:
+        # every rank reads files of its own, where transformers writes those of the first rank alone
+        object.__setattr__(model, "should_save_on_this_rank", lambda _is_main: True)
         model.save_pretrained(folder)
         given = _quantizing(config, model)
         try:
@@ -179,25 +182,20 @@ def check_quantized(config: RunConfig, weightless: PreTrainedModel) -> None:
     section = config.model.quantization
     method = check_stored(weightless.config, section, merges=_merging_key(config))
     if method is not None and not config.adapter.type.is_beside:
-        raise ModelError(
-            f"adapter.type: the model comes quantized ({method}), and weights of few bits are not trained",
-            hint="set adapter: lora (or another adapter), or name the model with weights of 16 bits",
-        )
+        hint = "set adapter: lora (or another adapter), or name the model with weights of 16 bits"
+        what = f"comes quantized ({method}), and weights of few bits are not trained"
+        raise ModelError(f"adapter.type: the model {what}", hint=hint)
     if method is not None and config.adapter.use_dora and method in ("awq", "gptq"):
-        raise ModelError(
-            f"adapter.use_dora: the model comes quantized ({method}), and PEFT has no DoRA beside such layers",
-            hint="set adapter.use_dora: false, or name the model with weights of 16 bits, with model.quantization: nf4",
-        )
+        what = f"comes quantized ({method}), and PEFT has no DoRA beside such layers"
+        hint = "set adapter.use_dora: false, or name the model with weights of 16 bits, with model.quantization: nf4"
+        raise ModelError(f"adapter.use_dora: the model {what}", hint=hint)
     if method is not None and mutates_base(config.adapter):
         what = f"comes quantized ({method}), and {config.adapter.init_lora_weights} takes a part out of whole weights"
         raise ModelError(f"adapter.init_lora_weights: the model {what}", hint="set adapter.init_lora_weights: true")
-    if method is not None and config.runtime.sharding is not Sharding.NONE:
-        raise ModelError(
-            f"runtime.sharding: the model comes quantized ({method}), and FSDP would divide packed bytes without the "
-            "scales that say what they mean",
-            hint="set runtime.sharding: none, with the whole quantized model on each device, or name the model with "
-            "weights of 16 bits",
-        )
+    if method is not None and config.runtime.sharding is not Sharding.NONE and not has_4bit(weightless.config):
+        what = f"comes quantized ({method}), and FSDP would divide its bytes without the scales that say what they mean"
+        hint = "set runtime.sharding: none, with the whole model on each device, or name one with weights of 16 bits"
+        raise ModelError(f"runtime.sharding: the model {what}", hint=hint)
     layers_to_quantize(weightless, section, config.adapter.modules_to_save)
 
 
@@ -214,7 +212,9 @@ def _quantizing(config: RunConfig, weightless: PreTrainedModel) -> dict[str, obj
 
 
 def _device_map(config: RunConfig) -> dict[str, object]:
-    return {"": torch.cuda.current_device() if run_device(config) == "cuda" else "cpu"}
+    """Where a quantized model is loaded; one that is to be divided may be too large for a device as a whole."""
+    is_divided = config.runtime.sharding is not Sharding.NONE and torch.distributed.is_initialized()
+    return {"": torch.cuda.current_device() if run_device(config) == "cuda" and not is_divided else "cpu"}
 
 
 def is_reward_model(config: RunConfig) -> bool:

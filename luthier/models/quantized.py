@@ -122,6 +122,11 @@ def stored_method(config: PretrainedConfig) -> str | None:
     )
 
 
+def has_4bit(config: PretrainedConfig) -> bool:
+    """Whether a model comes in bitsandbytes' 4 bits, whose scales stay on each device while FSDP divides the rest."""
+    return stored_method(config) == "bitsandbytes" and bool((_said(config) or {}).get("load_in_4bit"))
+
+
 def _said(config: PretrainedConfig) -> JsonObject | None:
     stored: Any = getattr(config, "quantization_config", None)
     return stored if stored is None or isinstance(stored, dict) else stored.to_dict()
@@ -202,9 +207,14 @@ def packed_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def num_packed(model: nn.Module) -> int:
-    """How many numbers the buffers of `packed_layers` stand for."""
+    """How many numbers the buffers of `packed_layers` stand for, and the bytes of layers in 4 bits beside their own
+    number, where FSDP has divided them: such a weight no longer says its shape."""
     sizes: list[Any] = list(packed_layers(model).values())
-    return sum(layer.in_features * layer.out_features for layer in sizes)
+    in_4bit: list[Any] = [layer for layer in model.modules() if type(layer).__name__ == "Linear4bit"]
+    in_4bit = [layer for layer in in_4bit if type(layer).__module__.startswith("bitsandbytes")]  # not PEFT's
+    divided = [layer for layer in in_4bit if not hasattr(layer.weight, "quant_state")]
+    shown = sum(int(layer.weight.numel()) for layer in divided)
+    return sum(int(layer.in_features * layer.out_features) for layer in [*sizes, *divided]) - shown
 
 
 def rounds_inputs(model: nn.Module) -> bool:

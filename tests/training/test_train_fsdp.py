@@ -42,6 +42,13 @@ CASES: dict[str, dict[str, Any]] = {
         "model__dtype": "bfloat16",
         "train__precision": "bf16",  # weights of two types, and products cast
     },
+    "lora in 4 bits": {
+        **PACKED,
+        "objective": "sft",
+        "adapter": {"type": "lora", "r": 4},
+        "model__quantization": {"type": "nf4", "compute_dtype": "float32"},
+        "train__gradient_checkpointing": True,
+    },
     "turns": {**PACKED, "objective": "sft", "train__shared_prompts": True},  # trees of several answers
     "dpo": {**PACKED, "objective": "dpo"},  # its reference is precomputed
     "dpo, lora": {"objective": "dpo", "adapter": {"type": "lora", "r": 4}},  # its reference is the base
@@ -50,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     "kto": {**PACKED, "objective": {"name": "kto", "beta": 0.5, "undesirable_weight": 0.05}},
 }
 TURNS_OF_ROWS = {"turns": 4}
-RESUMED = ("sft", "lora in bf16")
+RESUMED = ("sft", "lora in bf16", "lora in 4 bits")
 # Adam divides by the root of what may be next to nothing, so a rounding in a gradient is more in a weight.
 WITHIN = {"weights": 1e-5, "steps": 1e-5}
 

@@ -121,7 +121,7 @@ QUANTIZED_FAULTS = {
         )
         for why, more in (("norms apart", "adapter.use_dora=true"), ("a reference", "objective.name=dpo"))
     },
-    "sharded": (["model.quantization=nf4", "adapter=lora", "runtime.sharding=fsdp"], "model.quantization"),
+    "sharded": (["model.quantization=int8", "adapter=lora", "runtime.sharding=fsdp"], "model.quantization"),
     "trained by no library": (["model.quantization=torchao_int4", "adapter=lora"], "model.quantization"),
     "settings of 4 bits": (
         ["model.quantization={type: int8, double_quantization: false}", "adapter=lora"],
@@ -172,15 +172,20 @@ def test_a_model_that_comes_quantized_is_told_what_it_lacks(
         assert package in (problems[0].hint or "") and str(said["quant_method"]) in problems[0].what
 
 
-def test_a_model_that_comes_quantized_is_not_sharded(described: Callable[..., Draft]) -> None:
+def test_a_model_that_comes_quantized_is_not_sharded_but_in_4_bits(described: Callable[..., Draft]) -> None:
     folder = Path("quantized")
     shutil.copytree(model_folder("tiny-qwen3"), folder)
     written = json.loads((folder / "config.json").read_text())
-    said = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "float32"}
-    (folder / "config.json").write_text(json.dumps({**written, "quantization_config": said}))
     named = [f"model.name_or_path={folder}", "model.tokenizer_name_or_path=preset:tiny-qwen3", "adapter=lora"]
-    assert problems_of(lambda: check_run(described(*named, "runtime.sharding=fsdp")))[0].key == "runtime.sharding"
-    assert check_run(described(*named)) == []
+    for bits, is_refused in (("load_in_8bit", True), ("load_in_4bit", False)):
+        said = {"quant_method": "bitsandbytes", bits: True, "bnb_4bit_quant_storage": "float32"}
+        (folder / "config.json").write_text(json.dumps({**written, "quantization_config": said}))
+        if is_refused:
+            (problem,) = problems_of(lambda: check_run(described(*named, "runtime.sharding=fsdp")))
+            assert problem.key == "runtime.sharding"
+        else:
+            assert check_run(described(*named, "runtime.sharding=fsdp")) == []
+        assert check_run(described(*named)) == []
 
 
 def test_control_a_base_may_be_quantized_under_an_adapter(described: Callable[..., Draft]) -> None:

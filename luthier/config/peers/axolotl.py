@@ -353,12 +353,8 @@ def _optimizer(reading: Translator) -> None:
         reading.set("train.gradient_accumulation_steps", max(steps, 1), "batch_size")
     names = {"ao_adamw_8bit": "adamw_torch_8bit", "ao_adamw_4bit": "adamw_torch_4bit", "optimi_adamw": "adamw_torch"}
     optimizer = names.get(theirs := str(reading.take("optimizer")), theirs)
-    is_shared = _shares(reading)
-    if is_shared and re.fullmatch(r"(paged_)?adamw?_(bnb_|torch_)?(8bit|4bit|32bit)", optimizer):
-        reading.told.append(f"optimizer: {theirs} keeps no shares of weights, so Adam's states have 32 bits")
-        optimizer = "adamw_torch"
     reading.set("train.optim", optimizer, "optimizer")
-    if is_shared and reading.flag("torch_compile"):
+    if _shares(reading) and reading.flag("torch_compile"):
         reading.passed["torch_compile"] = "a model that devices share is not compiled"
     schedule, lowest = str(reading.take("lr_scheduler")), reading.take("cosine_min_lr_ratio")
     if schedule in ("one_cycle", "rex"):
@@ -399,15 +395,6 @@ def _devices(reading: Translator) -> None:
 def _shares(reading: Translator) -> bool:
     node = _entries(reading, "runtime").get("sharding")
     return node is not None and value_of(node) == "fsdp"
-
-
-def _whole_if_quantized(reading: Translator) -> None:
-    """Weights in few bits are whole on each device."""
-    if _shares(reading) and "quantization" in _entries(reading, "model"):
-        of = reading.origins["runtime.sharding"]
-        reading.set("runtime.sharding", "none", of)
-        what = f"{of}: weights in few bits are whole on each device, which costs memory, and no other number"
-        reading.told = [line for line in reading.told if not line.startswith(f"{of}:")] + [what]
 
 
 def _evaluation(reading: Translator) -> None:
@@ -494,5 +481,5 @@ AXOLOTL = Peer(
     file="axolotl.toml",
     is_its=_is_its,
     rules=(_purpose, _objective, _tokens, _adapter, _quantization, _precision, _attention, _devices,
-           _whole_if_quantized, _optimizer, _evaluation, _folder),
+           _optimizer, _evaluation, _folder),
 )  # fmt: skip

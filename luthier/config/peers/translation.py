@@ -155,6 +155,7 @@ class Peer:
         else:
             for key in [key for key in reading.entries if key not in reading.read]:
                 read_one(reading, key)
+            fit_sharing(reading)
             _outside(reading)
             reading.tell_apart()
         return Translation(
@@ -434,6 +435,26 @@ def read_sharing(reading: Translator) -> None:
         share_as_deepspeed(reading, settings)
     if reading.take("fsdp") not in (None, "", False, []):
         reading.set("runtime.sharding", "fsdp", "fsdp")
+
+
+_OF_WHOLE = re.compile(r"(paged_)?adamw?_(bnb_|torch_)?(8bit|4bit|32bit)")  # optimizers of whole weights
+
+
+def fit_sharing(reading: Translator) -> None:
+    """What goes with shares of weights: bases in 4 bits, and an Adam of 32 bits. The rest is whole on each device."""
+    run: Any = plain(reading.tree)
+    if run.get("runtime", {}).get("sharding") != "fsdp":
+        return
+    kind, optim = run.get("model", {}).get("quantization", {}).get("type"), run.get("train", {}).get("optim")
+    if kind not in (None, "none", "nf4", "fp4"):
+        of = reading.origins["runtime.sharding"]
+        reading.set("runtime.sharding", "none", of)
+        what = f"{of}: weights in {kind} are whole on each device, which costs memory, and no other number"
+        reading.told = [line for line in reading.told if not line.startswith(f"{of}:")] + [what]
+    elif _OF_WHOLE.fullmatch(str(optim)):
+        of = reading.origins["train.optim"]
+        reading.told.append(f"{of}: {optim} keeps no shares of weights, so Adam's states have 32 bits")
+        reading.set("train.optim", "adamw_torch", of)
 
 
 def share_as_deepspeed(reading: Translator, path: object) -> None:
