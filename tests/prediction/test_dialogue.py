@@ -11,10 +11,12 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import luthier
 from luthier.cli.chat import _path
 from luthier.cli.main import run as run_command
+from luthier.encoding.interface import as_prompt
 from luthier.engines.engine import Finish, NewTokens, OnTokens, Refusal, Request
 from luthier.errors import UserError
 from luthier.prediction import dialogue, trained_run
@@ -135,6 +137,37 @@ def test_lines_of_a_pipe_are_answered_one_by_one_behind_the_prompts_of_training(
     assert isinstance(told["answers"], list) and told["answers"][1]["prompt_ids"] == prompt.input_ids.tolist()
 
 
+def test_ids_of_prompts_and_answers_are_shown_until_they_are_switched_off(
+    piped: Piped, scripted: Scripted, says: Say, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted.replies.extend([north := says(Text(text="North.")), says(Text(text="South."))])
+    piped("Which way?", "/tokens", "And back?", options=["--show-tokens"])
+    out = "".join(capsys.readouterr().out.split())  # lines are broken anywhere
+    tokenizer = scripted.encoder.tokenizer
+    for what, ids in (("prompt", scripted.asked[0].prompt.tolist()), ("answer", north)):
+        shown = "".join(f"{number}:{tokenizer.decode([number])!r}" for number in ids)
+        assert f"{what},{len(ids)}tokens:{''.join(shown.split())}" in out
+    assert out.count("tokens:") == 2
+
+
+def test_a_picture_is_shown_with_the_next_question_as_in_training(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seeing = open_run(Path("preset:tiny-qwen3-vl"))
+    sees = Scripted(**{one.name: getattr(seeing, one.name) for one in fields(seeing)})
+    picture = tmp_path / "my cat.png"
+    Image.new("RGB", (64, 32), "red").save(picture)
+    scripted.replies.append([seeing.encoder.tokenizer.control_id("<|im_end|>")])
+    monkeypatch.setattr(trained_run, "open_run", lambda path, overrides: sees)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f'/image "{picture}"\nWhich colour?\n'))
+    assert run_command(["chat", "preset:tiny-qwen3-vl"]) == 0
+    asked = Message(role="user", parts=(dialogue.media_part("image", str(picture)), Text(text="Which colour?")))
+    prompt = seeing.encoder.encode(as_prompt(luthier.Conversation(messages=(asked,))))
+    (shown,), (item,) = scripted.asked[-1].media, prompt.media
+    assert scripted.asked[-1].prompt.tolist() == prompt.input_ids.tolist()
+    assert (shown.header, shown.start, shown.length) == (item.header, item.start, item.length)
+
+
 def test_a_server_answers_in_place_of_the_run(
     piped: Piped, scripted: Scripted, says: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +192,8 @@ def test_a_saved_conversation_is_a_training_row_with_thoughts_calls_and_results(
     tools.write_text(json.dumps([declared(SEND)]), encoding="utf-8")
     scripted.replies.extend([says(Thinking(text="Hm."), Text(text="I ask."), SEND), says(Text(text="Ann knows."))])
     piped("Ask Ann.", '{"sent": true}', f"/save {saved}", options=["--tools", str(tools)])
-    assert 'send({"to": "Ann"})' in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert 'send({"to": "Ann"})' in out and out.index("thinking") < out.index("Hm.") < out.index("I ask.")
     (row,) = map(json.loads, saved.read_text(encoding="utf-8").splitlines())
     roles = [message["role"] for message in row["messages"]]
     assert roles == ["user", "assistant", "tool", "assistant"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
 import time
 from collections.abc import Iterator
 from itertools import cycle
@@ -151,6 +152,36 @@ def test_a_body_that_is_no_request_is_refused(server: Running, raw: bytes) -> No
     assert server.http.post("/v1/chat/completions", content=raw).status_code == 400
 
 
+JUNK: list[Any] = [
+    None, True, -1, 0, 1e308, 1e-300, "", "x", "\x00", "<|im_end|>", 10**30, [], {}, [[]], [None], [1] * 50, {"a": {}},
+    {"role": "user"}, [{"role": "user", "content": "x", "tool_calls": [{"function": 1}]}],
+]  # fmt: skip
+FIELDS = (
+    "messages", "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n", "logprobs",
+    "tools", "top_logprobs", "tool_choice", "chat_template_kwargs", "stream_options", "repetition_penalty",
+    "stop_token_ids",
+)  # fmt: skip
+
+
+def test_odd_bodies_are_answered_or_refused_with_a_reason_and_none_breaks_the_server(server: Running) -> None:
+    """Any value in any field, bodies that are cut off, and bodies with bits that were turned round."""
+    rng, refused = random.Random(0), 0
+    for number in range(400):
+        body = {"messages": ASK, "max_tokens": 2}
+        body |= {rng.choice(FIELDS): rng.choice(JUNK) for _ in range(rng.choice((1, 1, 2, 3)))}
+        raw = bytearray(json.dumps(body).encode())
+        if number % 5 == 0:
+            del raw[rng.randrange(len(raw)) :]
+        if number % 7 == 0 and raw:
+            raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+        answer = server.http.post("/v1/chat/completions", content=bytes(raw))
+        assert answer.status_code < 500, (raw, answer.text)
+        if answer.status_code >= 400:
+            refused += 1
+            assert answer.json()["error"]["message"] and answer.json()["error"]["code"]
+    assert 200 < refused < 400 and server.chat().status_code == 200
+
+
 def test_a_refusal_does_not_wait_in_the_network(server: Running) -> None:
     """Nagle's algorithm and delayed acknowledgements take 40 ms together."""
     seconds = []
@@ -224,7 +255,7 @@ def endless(request: Request) -> Iterator[int]:
 def test_a_client_that_goes_away_ends_its_answer(encoder: Encoder) -> None:
     session = Scripted(endless, pause=0.001)
     with running(encoder, session) as server:
-        for number in range(10):
+        for number in range(200):
             streams = number % 2 == 0
             gone = http.client.HTTPConnection("127.0.0.1", httpx.URL(server.url).port, timeout=HANG_SECONDS)
             body = json.dumps({"messages": ASK, "stream": streams})
