@@ -361,18 +361,19 @@ def _answers(run: TrainedRun, engine: LocalEngine, rows: Sequence[EncodedRow]) -
 
 @torch.no_grad()
 def _probes(model: PeftModel) -> Iterator[ModuleProbe]:
-    """Every linear layer and embedding that an adapter is on. Experts in one tensor are judged by contexts alone."""
+    """Every linear layer and embedding that an adapter is on. Experts in one tensor, and layers with two adapters, are
+    judged by contexts alone."""
     for seed, (name, module) in enumerate(model.get_base_model().named_modules()):
         if not isinstance(module, BaseTunerLayer):
             continue
         base = module.get_base_layer()
-        if not isinstance(base, nn.Linear | nn.Embedding | Conv1D):
+        name = name.removesuffix(".token_adapter")  # rows of new tokens, inside of what takes the layer's place
+        if not isinstance(base, nn.Linear | nn.Embedding | Conv1D) or name.endswith(".base_layer"):
             continue
         adapted_PO = _outputs(module, base, seed)
         module.enable_adapters(False)
         base_PO = _outputs(module, base, seed)
         module.enable_adapters(True)
-        name = name.removesuffix(".token_adapter")  # rows of new tokens, inside of what takes the layer's place
         yield ModuleProbe(name=name, seed=seed, adapted_PO=adapted_PO, base_PO=base_PO)
 
 

@@ -21,6 +21,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+from peft.utils.other import TrainableTokensWrapper
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -150,12 +151,22 @@ def merge_adapter(model: PeftModel, dtype: torch.dtype | None = None) -> PreTrai
         with tempfile.TemporaryDirectory(prefix="luthier_adapter_") as folder, quiet_peft():
             model.save_pretrained(folder, save_embedding_layers=saves_embeddings(model))
             model = PeftModel.from_pretrained(dequantized(model.unload()), folder)
+    _take_in_rows(model)
     _untie(model)
     _merge_layers(model, dtype)
     model = model if dtype is None else model.to(dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="All adapters are already merged")  # this is what was wanted
         return model.merge_and_unload(safe_merge=True)
+
+
+def _take_in_rows(model: PeftModel) -> None:
+    """Write rows of new tokens into a layer that another adapter is on, too: PEFT would leave them out."""
+    for module in list(model.modules()):
+        if isinstance(module, BaseTunerLayer) and isinstance(module.base_layer, TrainableTokensWrapper):
+            rows = module.base_layer.token_adapter
+            rows.merge(safe_merge=True)
+            module.base_layer = rows.get_base_layer()
 
 
 def _untie(model: PeftModel) -> None:
@@ -374,6 +385,6 @@ def quiet_peft() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="lora with eva initialization used with", category=UserWarning)
         warnings.filterwarnings("ignore", message=".* changes the base weights of the model", category=UserWarning)
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False but", category=UserWarning)
-        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`", category=UserWarning)
+        warnings.filterwarnings("ignore", message="Model (has|with) `tie_word_embeddings=True`", category=UserWarning)
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         yield

@@ -573,6 +573,7 @@ def test_all_weights_of_a_run_are_proven_without_an_adapter(tmp_path: Path) -> N
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("targets", "added"), [
     (["q_proj"], ["<|zap|>"]), (["q_proj", "lm_head"], []), (["embed_tokens"], []), (["embed_tokens", "lm_head"], []),
+    (["lm_head"], ["<|zap|>"]),
 ])  # fmt: skip
 def test_adapters_on_the_embedding_and_the_output_layer_are_merged_into_each_alone(
     targets: list[str], added: list[str], tied: bool, tmp_path: Path
