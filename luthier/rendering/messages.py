@@ -13,8 +13,9 @@ from typing import Any
 
 from luthier.errors import RowError, TemplateError
 from luthier.records import Audio, Image, Media, Message, Part, Text, Thinking, ToolCall, Video
+from luthier.rendering.text_references import NumberText, is_number
 from luthier.rendering.trace import Owner, Trace
-from luthier.rendering.tracked import Tracked, concatenate, own_text, row_value
+from luthier.rendering.tracked import FollowedNumber, Tracked, concatenate, own_text, row_value
 from luthier.writing import counted
 
 # ---- Control tokens: the strings that mean something to the model beyond their letters.
@@ -134,6 +135,8 @@ def other_message(
     """A message with other strings in the places of those that `marked_messages` marks; ``strings``: of its own."""
 
     def mark(value: object, field: str, _part: int | None, is_shape: bool) -> object:
+        if strings is not None and is_number(value):
+            return NumberText(next(strings)).value
         if not isinstance(value, str) or _is_ours(value, field):
             return value
         return constants[value] if is_shape or strings is None else next(strings)
@@ -166,7 +169,8 @@ def marked_tools(tools: Sequence[Mapping[str, object]], trace: Trace) -> list[ob
 
 
 def message_strings(message: Message) -> list[str]:
-    """The strings of a message in the order in which `marked_messages` marks them."""
+    """The strings of a message, numbers of tool arguments among them, in the order in which `marked_messages` marks
+    them."""
     match message.parts:
         case (Text(text=text),) if message.name is None and message.tool_call_id is None:
             return [text]
@@ -175,6 +179,8 @@ def message_strings(message: Message) -> list[str]:
     def collect(value: object, _field: str, _part: int | None, is_shape: bool) -> object:
         if isinstance(value, str) and not is_shape:
             strings.append(value)
+        elif is_number(value):
+            strings.append(NumberText(repr(value)))
         return value
 
     _message(message, collect, PLAIN)
@@ -192,8 +198,9 @@ def with_strings(message: Message, strings: Iterator[str]) -> Message:
                 call_id, called = None if part.id is None else next(strings), next(strings)
                 arguments = _leaves(
                     part.arguments,
-                    lambda value, is_key: next(strings) if isinstance(value, str) and not is_key else value,
-                )
+                    lambda value, is_key: next(strings) if isinstance(value, str) and not is_key
+                    else NumberText(next(strings)).value if is_number(value) else value,
+                )  # fmt: skip
                 parts.append(replace(part, id=call_id, name=called, arguments=arguments))
             case _:
                 parts.append(part)
@@ -224,6 +231,11 @@ def _marked(value: object, owner: str, trace: Trace, *, is_shape: bool) -> objec
             text = trace.swaps.get(value if is_shape else len(trace.strings), value)
             return Tracked(text, trace.add_constant(text) if is_shape else trace.add_string(text), owner, trace)
         case bool() | int() | float() | None:
+            if not is_shape and is_number(value):
+                text = NumberText(repr(value))
+                char = trace.add_string(text)
+                if trace.follows_numbers:
+                    return FollowedNumber(Tracked(text, char, owner, trace), value)
             return row_value(value, owner)
         case _:
             trace.container_owners[id(value)] = owner

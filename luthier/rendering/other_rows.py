@@ -142,6 +142,12 @@ def nothing_learned(row: records.Conversation, train_on: TrainOn) -> str:
     return "it has no answer that could be learned (objective rl has the model answer such rows)"
 
 
+def is_unasked(row: records.Conversation, index: int) -> bool:
+    """Whether an answer comes before any question, and the row does not insist that it is learned."""
+    before = (message.role for message in row.messages[:index])
+    return all(role == "system" for role in before) and row.messages[index].train is not True
+
+
 def refuse(row: records.Row, kind: RowKind) -> Never:
     """Raise `RowError` for a row of a kind that the run's objective cannot learn from."""
     match row:

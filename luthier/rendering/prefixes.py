@@ -53,6 +53,9 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():  # what was made counts as old, and is not gone through at the next occasion
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -187,7 +187,8 @@ class RowHistory:
 
     def _given(self) -> Given:
         if self.given is None:
-            trace = Trace(alphabet=self.recordings.alphabet, written=self.written)
+            follows = self.recordings.follows_numbers
+            trace = Trace(alphabet=self.recordings.alphabet, written=self.written, follows_numbers=follows)
             self.given = self.template.given(self.row.messages, self.row.tools, trace)
         return self.given
 
@@ -199,10 +200,14 @@ class RowHistory:
 
 @dataclass(slots=True, eq=False)
 class Recordings:
-    """The recordings of one template, by what they were made of."""
+    """The recordings of one template, by what they were made of.
+
+    ``follows_numbers``: the template is taken to print the numbers of tool arguments and to ask nothing about them.
+    """
 
     alphabet: text_references.Alphabet = field(default_factory=text_references.Alphabet.empty)
     known: dict[Hashable, list[Recording]] = field(default_factory=dict)
+    follows_numbers: bool = True
 
     @property
     def is_full(self) -> bool:

@@ -8,11 +8,10 @@ blueprint, which serves every row of the same shape that answers the template's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import Any
 
 from luthier import records
 from luthier.config.choices import HistoryRendering, RowKind, TrainOn
@@ -41,8 +40,16 @@ from luthier.rendering.recordings import Recordings, RowHistory, unshared
 from luthier.rendering.substitution import other_strings
 from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns
 from luthier.rendering.template import ChatTemplate
-from luthier.rendering.text_references import AlphabetFull, MessageShape, Slot, exchanged, message_shape, tools_shape
-from luthier.rendering.trained_turns import known_tags
+from luthier.rendering.text_references import (
+    AlphabetFull,
+    MessageShape,
+    NumberText,
+    Slot,
+    exchanged,
+    message_shape,
+    tools_shape,
+)
+from luthier.rendering.trained_turns import known_tags, notation_of
 from luthier.writing import counted
 
 __all__ = ["CONTROL_STRING", "UNASKED", "Filled", "Renderer"]
@@ -58,7 +65,6 @@ MOST_BLUEPRINTS = 5_000
 MOST_VARIANTS = 16  # blueprints of one shape
 MOST_KEPT = 256  # messages of a row whose blueprint is kept for others: those of longer rows take much memory
 MOST_RENDERED = 2_000_000  # messages in all prompts of one row, each answer having its own: three seconds
-OTHER_WORD = "zqotherqz"
 MOST_ONCE = 50_000_000  # the same where a row is rendered once, and its prompts are only compared with it: ten seconds
 
 
@@ -152,7 +158,8 @@ class Renderer:
         return other_rows.compare(row, prompt, sides)
 
     def _conversation(self, row: records.Conversation, template: ChatTemplate) -> Filled:
-        shapes = tuple(map(message_shape, row.messages))
+        follows_numbers = self._recordings.follows_numbers
+        shapes = tuple([message_shape(message, has_numbers=not follows_numbers) for message in row.messages])
         strings = [string for message in row.messages for string in message_strings(message)]
         media = media_of(row.messages)
         ends = row.continue_final_message, row.add_generation_prompt
@@ -170,6 +177,8 @@ class Renderer:
             known = self._build(row, template, shapes, strings)
             self._require_shape(known, row, template, strings)
         except RowError as error:
+            if follows_numbers and any(isinstance(string, NumberText) for string in strings):
+                return self._with_numbers(row, template)
             name = self._named_that_would_do(error.reason, row, template)
             if name is None:
                 raise
@@ -181,6 +190,15 @@ class Renderer:
         if len(row.messages) <= MOST_KEPT:
             variants.append(known)
         return self._filled(known.blueprint, strings, row=row, media=media)
+
+    def _with_numbers(self, row: records.Conversation, template: ChatTemplate) -> Filled:
+        """A row of which the template may want to know which numbers it has: if that is so, no row's are followed."""
+        self._recordings.follows_numbers = False
+        try:
+            return self._conversation(row, template)
+        except RowError:
+            self._recordings.follows_numbers = True  # the row is refused for something else
+            raise
 
     def _filled(
         self,
@@ -214,7 +232,8 @@ class Renderer:
 
     def _known(self, key: Hashable) -> list[_CachedBlueprint]:
         if not self.replay or self._recordings.is_full or len(self._blueprints) > MOST_BLUEPRINTS:
-            self._recordings, self._blueprints = Recordings(), {}
+            self._recordings = Recordings(follows_numbers=self._recordings.follows_numbers)
+            self._blueprints = {}
         return self._blueprints.setdefault(key, [])
 
     def _prepared(self, row: records.Conversation, template: ChatTemplate) -> records.Conversation:
@@ -278,7 +297,9 @@ class Renderer:
         media = media_of(row.messages)
         control = self.control.with_places(template.slots.printed_for(media))
         try:
-            has_unasked = bool(turns) and _is_unasked(row, turns[0]) and not can_be_asked(history, turns[0], control)
+            has_unasked = (
+                bool(turns) and other_rows.is_unasked(row, turns[0]) and not can_be_asked(history, turns[0], control)
+            )
             turns = turns[1:] if has_unasked else turns
             differing: frozenset[int] = frozenset()
             branches: list[Path] = []
@@ -361,7 +382,7 @@ class Renderer:
         that stand nowhere else. Where the template looks at texts such that it would print these otherwise, or the
         row's own may be cut or have tags, the row's own are read, of each row.
         """
-        for words in () if known.is_cut else other_strings(strings):
+        for words in () if known.is_cut else other_strings(strings, has_numbers=self._recordings.follows_numbers):
             values = known.blueprint.values(words)
             if not known.blueprint.fits(values):
                 continue
@@ -398,7 +419,7 @@ class Renderer:
                 has_header=template.header != "",
                 may_lack_thought=one_rendering and span.message < last,
                 closing=closing_of_thought(path.recording.sketch[: span.seam], tags),
-                notation=partial(_notation, template, row, span.message, path.kwargs),
+                notation=partial(notation_of, template, row, span.message, path.kwargs),
                 field=f"messages[{span.message}]",
             )
 
@@ -466,25 +487,3 @@ def _refuse_too_many(row: records.Conversation, num_turns: int, history: History
         f"{counted(rendered, 'message')} to render; {most:,} are allowed for one row: {' or '.join(ways_out)}",
         field="messages",
     )
-
-
-def _notation(template: ChatTemplate, row: records.Conversation, index: int, kwargs: Mapping[str, Any]) -> str:
-    """What the template prints of a turn with other words for its texts; "" where it prints its history otherwise."""
-    message = row.messages[index]
-    parts = (
-        replace(one, text=OTHER_WORD) if isinstance(one, records.Text | records.Thinking) and one.text.strip() else one
-        for one in message.parts
-    )
-    messages = (*row.messages[:index], replace(message, parts=tuple(parts)))
-    try:
-        history = template.render(messages[:index], row.tools, **kwargs)
-        text = template.render(messages, row.tools, **kwargs)
-    except RowError:
-        return ""
-    return text[len(history) :] if text.startswith(history) else ""
-
-
-def _is_unasked(row: records.Conversation, index: int) -> bool:
-    """Whether an answer comes before any question, and the row does not insist that it is learned."""
-    before = (message.role for message in row.messages[:index])
-    return all(role == "system" for role in before) and row.messages[index].train is not True

@@ -24,7 +24,7 @@ from luthier.rendering.messages import (
     other_tools,
     plain_messages,
 )
-from luthier.rendering.text_references import Constant, Fixed, Slot, filled_in, operated, references_in
+from luthier.rendering.text_references import Constant, Fixed, NumberText, Slot, filled_in, operated, references_in
 from luthier.rendering.trace import QUESTIONS, Guard, Trace
 
 # Whatever some way of writing a text writes otherwise: HTML, JSON, a format, a path, capitals.
@@ -153,7 +153,14 @@ class Given:
         """Other words for the run that is over."""
         strings, constants = self.trace.strings, self.trace.constants
         if len(self.fresh) < len(strings) + len(constants):
-            self.fresh = {number: _word(2 * number) + MARKS + QUOTES for number in range(len(strings))}
+            self.fresh = {
+                number: _word(2 * number) + MARKS + QUOTES
+                if not isinstance(text, NumberText)
+                else _other_number(2 * number, text)
+                if self.trace.follows_numbers
+                else text
+                for number, text in enumerate(strings)
+            }
             self.fresh |= {text: _word(2 * number + 1) + MARKS + QUOTES for number, text in enumerate(constants)}
         return OtherWords.of(self.trace, self.fresh)
 
@@ -182,11 +189,11 @@ class Given:
         return dicts, self.other_tools
 
 
-def other_strings(strings: Sequence[str]) -> Iterator[list[str]]:
+def other_strings(strings: Sequence[str], *, has_numbers: bool) -> Iterator[list[str]]:
     """Words in the places of a row's strings, ever more like these: for each its own, then for equal ones the same;
     bare, then between the white space at the string's ends, then with blank strings left.
 
-    They are two, as one in brackets would look like a tag.
+    They are two, as one in brackets would look like a tag. ``has_numbers``: numbers are exchanged for others.
     """
     numbers = {text: number for number, text in enumerate(dict.fromkeys(strings))}
     ends = [
@@ -199,6 +206,9 @@ def other_strings(strings: Sequence[str]) -> Iterator[list[str]]:
                 words = [f"{lead}{word}{trail}" for word, (lead, trail) in zip(words, ends, strict=True)]
             if keeps_blank:
                 words = [word if text.strip() else text for word, text in zip(words, strings, strict=True)]
+            for place, (text, number) in enumerate(zip(strings, chosen, strict=True)):
+                if isinstance(text, NumberText):
+                    words[place] = _other_number(number, text) if has_numbers else text
             yield words
 
 
@@ -206,6 +216,11 @@ def _word(number: int) -> str:
     """A word that no other number gives, and that no row will have."""
     letters = "".join("bcdfghjklmnprstv"[number >> shift & 15] for shift in (0, 4, 8, 12, 16))
     return f"Zu{letters}q"
+
+
+def _other_number(number: int, text: NumberText) -> str:
+    """A number of the same type that no other number gives, and that no row will have."""
+    return f"{81_402_739 + number}" + ("" if isinstance(text.value, int) else ".5")
 
 
 def _others(text: str, word: str) -> Iterator[str]:

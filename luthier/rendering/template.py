@@ -16,7 +16,7 @@ from jinja2 import nodes
 from jinja2.meta import find_undeclared_variables
 
 from luthier.errors import LuthierError, RowError, TemplateError
-from luthier.records import Audio, Image, Media, Message, Part, Text, Video
+from luthier.records import Audio, Image, Media, Message, Text, Video
 from luthier.rendering.environment import TrackingEnvironment
 from luthier.rendering.messages import (
     NO_SLOTS,
@@ -30,7 +30,7 @@ from luthier.rendering.messages import (
 from luthier.rendering.substitution import Given, OtherWords
 from luthier.rendering.text_references import Alphabet, filled_in, is_reference, references_in
 from luthier.rendering.trace import Guard, GuardCheck, Owner, Trace, compile_guards, expression_at, owner_runs
-from luthier.rendering.tracked import LostProvenance, Tracked
+from luthier.rendering.tracked import LostProvenance, Tracked, refuse
 from luthier.templating.limits import OverLimit, TemplateSettings
 from luthier.templating.sandbox import TEMPLATE_ERRORS, plain_environment
 from luthier.writing import counted
@@ -295,10 +295,8 @@ class ChatTemplate:
             raise _refusal(error) from error
         text = str.__str__(output)
         if text != expected:
-            where = self._place_of_difference(trace, text, expected)
-            raise RowError(
-                "untraceable", f"{where}the template prints something else when the origin of text is followed"
-            )
+            what = "the template prints something else when the origin of text is followed"
+            raise RowError("untraceable", f"{self._place_of_difference(trace, text, expected)}{what}")
         if filled_in(output._sketch, trace.value) != text:
             raise AssertionError(f"the sketch {output._sketch!r} is not what was printed, {text!r}")
         self._prove(given, output, messages, num_own=num_own, **asked)
@@ -356,7 +354,8 @@ class ChatTemplate:
         What it prints may be quite another text then; but the word may not stand as the template's own text.
         """
         swaps = words.swaps()
-        trace = Trace(alphabet=given.trace.alphabet, swaps={source: text for source, (text, _) in swaps.items()})
+        texts, follows = {source: text for source, (text, _) in swaps.items()}, given.trace.follows_numbers
+        trace = Trace(alphabet=given.trace.alphabet, swaps=texts, follows_numbers=follows)
         swapped = Given(messages[:num_own], given.tools, given.form, trace)
         try:
             output = self._run_recorded(swapped, messages, num_own=num_own, **asked)
@@ -399,9 +398,8 @@ class ChatTemplate:
     def _takes(self, kind: str) -> bool:
         """Whether the template prints the token of this kind for a part of a message: found out by giving it one."""
         media = next(of_kind for of_kind in SOME_MEDIA if kind_of_media(of_kind) == kind)
-        asked: tuple[tuple[Part, ...], ...] = ((media, Text(text="so")), (media,))
-        for parts in asked:
-            messages, form = [Message(role="user", parts=parts)], MessageForm(content=self.content_form)
+        for beside in ((Text(text="so"),), ()):
+            messages, form = [Message(role="user", parts=(media, *beside))], MessageForm(content=self.content_form)
             try:
                 printed = self._run_recorded(Given(messages, (), form, Trace()), messages)
             except (*TEMPLATE_ERRORS, LostProvenance):
@@ -439,6 +437,8 @@ class ChatTemplate:
             tools=given.marked_tools,
             add_generation_prompt=generation_prompt,
         )
+        if given.trace.asks_numbers:
+            refuse("asking which numbers a row has")
         assert isinstance(output, Tracked)
         return output
 

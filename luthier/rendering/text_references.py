@@ -11,11 +11,12 @@ get the text from another row's strings:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring, encode_basestring_ascii
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 from markupsafe import escape
@@ -24,6 +25,7 @@ from luthier.records import Message, Text, Thinking, ToolCall
 
 FIRST_CHAR = 0xF0000  # the private planes 15 and 16
 LAST_CHAR = 0x10FFFF
+MOST_BITS = 10_000  # Python writes no whole number of more than 4,300 digits
 
 Operation = tuple[Any, ...]  # a name of OPERATIONS and its further arguments
 
@@ -44,6 +46,29 @@ class Constant(NamedTuple):
 
     text: str
     operations: tuple[Operation, ...] = ()
+
+
+class NumberText(str):
+    """A number of a row's tool arguments, as JSON and Python write it."""
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> int | float:
+        return int(self) if self.lstrip("-").isdigit() else float(self)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a number that can be read back from its text."""
+    match value:
+        case bool():
+            return False
+        case int():
+            return value.bit_length() < MOST_BITS
+        case float():
+            return math.isfinite(value)
+        case _:
+            return False
 
 
 class Fixed(NamedTuple):
@@ -231,8 +256,11 @@ _BESIDE_REFERENCES = re.compile(f"({_REFERENCE.pattern})")
 MessageShape = Hashable
 
 
-def message_shape(message: Message) -> MessageShape:
-    """Equal for messages that differ in their strings only; the keys of tool arguments count as shape."""
+def message_shape(message: Message, *, has_numbers: bool = True) -> MessageShape:
+    """Equal for messages that differ in their strings only; the keys of tool arguments count as shape.
+
+    ``has_numbers``: so do the numbers in them; else they count as strings.
+    """
     if message.train is None and message.weight == 1 and message.name is None and message.tool_call_id is None:
         match message.parts:
             case (Text(train=None, weight=1.0),):
@@ -243,7 +271,7 @@ def message_shape(message: Message) -> MessageShape:
         message.weight,
         message.name is None,
         message.tool_call_id is None,
-        tuple(map(_part_shape, message.parts)),
+        tuple([_part_shape(part, has_numbers) for part in message.parts]),
     )
 
 
@@ -252,23 +280,25 @@ def tools_shape(tools: Sequence[Mapping[str, object]]) -> bytes:
     return msgspec.json.encode(list(tools)) if tools else b""
 
 
-def _part_shape(part: object) -> Hashable:
+def _part_shape(part: object, has_numbers: bool) -> Hashable:
     match part:
         case Text() | Thinking():
             return type(part).__name__, part.train, part.weight
         case ToolCall():
-            return "ToolCall", part.train, part.weight, part.id is None, _structure(part.arguments)
+            return "ToolCall", part.train, part.weight, part.id is None, _structure(part.arguments, has_numbers)
         case _:
             return type(part).__name__
 
 
-def _structure(value: object) -> Hashable:
+def _structure(value: object, has_numbers: bool) -> Hashable:
     match value:
         case str():
             return str
         case Mapping():
-            return tuple((key, _structure(item)) for key, item in value.items())
+            return tuple([(key, _structure(item, has_numbers)) for key, item in value.items()])
         case list() | tuple():
-            return list, *map(_structure, value)
+            return list, *[_structure(item, has_numbers) for item in value]
+        case _ if not has_numbers and is_number(value):
+            return type(value).__name__
         case _:
             return type(value).__name__, repr(value)  # repr: 1.0, 1 and True differ, NaN equals itself

@@ -15,6 +15,7 @@ from luthier.rendering.text_references import (
     Alphabet,
     Constant,
     Fixed,
+    NumberText,
     Slot,
     exchanged,
     has_reference,
@@ -126,10 +127,12 @@ class Trace:
     written: Written = field(default_factory=dict)  # of the row's tools; shared by its recordings
     literals: dict[str, object] = field(default_factory=dict)  # the template's own texts, as tracked strings
     prints: list[tuple[int, str]] = field(default_factory=list)  # what was printed at which line of the template
+    follows_numbers: bool = False  # the row's numbers are followed as its strings are; else they belong to its shape
+    uses_numbers: bool = False  # something was done with a number that is followed, other than to print it
 
     def begin(self) -> None:
         """A run of the template begins: nothing has been asked or printed."""
-        self.scope, self.loops, self.guards, self.prints = None, [], {}, []
+        self.scope, self.loops, self.guards, self.prints, self.uses_numbers = None, [], {}, [], False
 
     def number(self, owner: Owner) -> str:
         """The character that stands for an owner."""
@@ -168,6 +171,15 @@ class Trace:
             return
         if any(map(self._may_change, references_in(*sketches))):
             self.guards[Guard(question, sketches, tuple(arguments), answer)] = None
+
+    @property
+    def asks_numbers(self) -> bool:
+        """Whether what was printed may depend on which numbers the row has."""
+        if self.uses_numbers or not self.follows_numbers:
+            return self.uses_numbers
+        asked = references_in(*(sketch for guard in self.guards for sketch in guard.sketches))
+        slots = (reference for char in asked if isinstance(reference := self.alphabet.reference(char), Slot))
+        return any(isinstance(self.strings[slot.number], NumberText) for slot in slots)
 
     def closed(self, sketch: str) -> tuple[str, tuple[Guard, ...]]:
         """A sketch, and the guards, with the constants of the shape as fixed text."""

@@ -260,6 +260,29 @@ class RowNone:
         return hash(None)
 
 
+class FollowedNumber:
+    """A number of a row of which nothing is known but that it is one: it can be printed, as ``text``.
+
+    Whatever else is done with it depends on which number it is. Then `LostProvenance` is raised, and the trace notes
+    it, so that the numbers become part of the row's shape (`RowInt`, `RowFloat`).
+    """
+
+    __slots__ = ("owner", "sample", "text")
+
+    def __init__(self, text: Tracked, sample: int | float) -> None:
+        """``sample`` is a number of its type."""
+        self.text, self.sample, self.owner = text, sample, text._owners
+
+    def _use(self, *_: object) -> NoReturn:
+        self.text._trace.uses_numbers = True
+        refuse("the use of a number")
+
+
+_USES = "bool eq ne lt le gt ge hash str repr format index int float complex round trunc floor ceil neg pos abs invert"
+_OPERATORS = "add sub mul truediv floordiv mod pow divmod matmul and or xor lshift rshift"
+for _name in (*_USES.split(), "getattr", *_OPERATORS.split(), *(f"r{_name}" for _name in _OPERATORS.split())):
+    setattr(FollowedNumber, f"__{_name}__", FollowedNumber._use)
+
 RowValue = RowInt | RowFloat | RowNone
 
 

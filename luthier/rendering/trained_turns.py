@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from luthier.errors import RowError
-from luthier.records import Message, Text, Thinking
+from luthier.records import Conversation, Message, Text, Thinking
 from luthier.rendering import openings
 from luthier.rendering.messages import ControlTokens
 from luthier.rendering.recordings import RowHistory
@@ -24,6 +24,7 @@ from luthier.rendering.trace import Guard, Owner
 
 # What templates call the variable that opens or closes thinking: Qwen, GLM, Nemotron; DeepSeek, Granite.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
+OTHER_WORD = "zqotherqz"
 LONGEST_CONTROL_TOKEN = 64  # characters; as far back as a seam looks for one
 
 
@@ -354,3 +355,19 @@ def _tokens(recording: Recording, control: ControlTokens, start: int, last: int)
 def _tail(prompt: str, history: RowHistory) -> str:
     text = "".join(map(history.value, prompt[-40:]))
     return text if len(text) <= 40 else "…" + text[-40:]
+
+
+def notation_of(template: ChatTemplate, row: Conversation, index: int, kwargs: Mapping[str, Any]) -> str:
+    """What the template prints of a turn with other words for its texts; "" where it prints its history otherwise."""
+    message = row.messages[index]
+    parts = (
+        replace(one, text=OTHER_WORD) if isinstance(one, Text | Thinking) and one.text.strip() else one
+        for one in message.parts
+    )
+    messages = (*row.messages[:index], replace(message, parts=tuple(parts)))
+    try:
+        history = template.render(messages[:index], row.tools, **kwargs)
+        text = template.render(messages, row.tools, **kwargs)
+    except RowError:
+        return ""
+    return text[len(history) :] if text.startswith(history) else ""

@@ -18,6 +18,7 @@ from jinja2 import Undefined
 from luthier.rendering.text_references import has_reference, is_reference, quote_of
 from luthier.rendering.trace import SCAFFOLD, Trace, plain
 from luthier.rendering.tracked import (
+    FollowedNumber,
     Marked,
     RowFloat,
     RowInt,
@@ -41,6 +42,8 @@ def text_of(value: object, trace: Trace) -> Tracked:
             return traced(value, trace)
         case RowInt() | RowFloat() | RowNone():
             return row_text(str(value), value.owner, trace)
+        case FollowedNumber():
+            return value.text
         case list() | tuple() | dict():
             owner = owner_of(value, trace)
             if owner is not None:
@@ -113,7 +116,7 @@ def owner_of(value: object, trace: Trace) -> str | None:
     match value:
         case Tracked():
             return None if value._is_own else next((o for o in value._owners if not trace.is_own(o)), SCAFFOLD)
-        case RowInt() | RowFloat() | RowNone():
+        case RowInt() | RowFloat() | RowNone() | FollowedNumber():
             return value.owner
         case Mapping():
             return _first_owner((item for pair in value.items() for item in pair), trace)
@@ -177,6 +180,8 @@ class _ReprWriter(_Writer):
                     yield from self._comma(index)
                     yield from self.write(item)
                 yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
+            case FollowedNumber():
+                yield value.text
             case None | bool() | int() | float() | complex() | range() | Undefined() | RowNone():
                 yield repr(value)
             case _:
@@ -215,6 +220,8 @@ class _JsonWriter(_Writer):
                 yield from self._block("{}", newline, pairs)
             case list() | tuple() if value:
                 yield from self._block("[]", newline, ((None, item) for item in value))
+            case FollowedNumber():
+                yield value.text
             case _:
                 yield json.dumps(unmarked(value), ensure_ascii=self.ensure_ascii)
 

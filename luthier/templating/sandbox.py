@@ -62,10 +62,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters |= {"sum": _sum, "truncate": truncate}
 
     def seal(self) -> None:
-        """Have the meter look at all filters and tests; to be called when there are no more to come."""
-        for table, free in ((self.filters, sizes.FREE_FILTERS), (self.tests, sizes.FREE_TESTS)):
-            for name, function in list(table.items()):
-                table[name] = _metered(self.meter, name, function, is_free=name in free)
+        """Have the meter look at filters and tests; to be called when there are no more to come."""
+        for name, function in list(self.filters.items()):
+            self.filters[name] = _metered(self.meter, name, function, is_free=name in sizes.FREE_FILTERS)
+        for name, function in list(self.tests.items()):
+            if name not in sizes.FREE_TESTS:
+                self.tests[name] = _metered(self.meter, name, function)
 
     def tree(self, source: str) -> nodes.Template:
         """The template as a tree. Raises `TemplateError` with the line if it is no valid Jinja, or too large."""
@@ -174,10 +176,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if type(obj) is LoopContext and attribute in LOOP_ATTRIBUTES:
             return getattr(obj, attribute)
         if type(obj) is TemplateNamespace and attribute[:1] != "_":
-            try:
-                return getattr(obj, attribute)
-            except AttributeError:
-                return self.undefined(obj=obj, name=attribute)
+            values = object.__getattribute__(obj, "_Namespace__attrs")
+            return values[attribute] if attribute in values else self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> object:
@@ -223,7 +223,7 @@ def _is_small(value: object) -> bool:
     return type(value) is int and -SMALL < value < SMALL
 
 
-def _metered(meter: RenderUsage, name: str, function: Callable[..., object], *, is_free: bool) -> Callable[..., object]:
+def _metered(meter: RenderUsage, name: str, function: Any, *, is_free: bool = False) -> Callable[..., object]:
     """A filter or test, asked first what it would make."""
     wanted = getattr(function, "jinja_pass_arg", None)  # an environment, or the like
     first = 0 if wanted is None else 1

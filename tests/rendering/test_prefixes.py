@@ -237,3 +237,15 @@ def test_the_garbage_collector_is_left_as_it_was(is_on: bool) -> None:
         assert gc.isenabled() is is_on
     finally:
         gc.enable()
+
+
+def test_what_is_kept_of_a_long_row_is_not_gone_through_at_once() -> None:
+    gc.unfreeze()  # what the tests' own process has set aside
+    gc.collect()
+    try:
+        with prefixes.uncollected():
+            kept = [[number] for number in range(100_000)]
+        assert sum(gc.get_count()) < 1_000 and not gc.get_freeze_count()
+        assert len(kept) == 100_000
+    finally:
+        gc.freeze()

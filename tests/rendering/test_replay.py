@@ -141,6 +141,119 @@ def test_what_comes_of_a_row_does_not_depend_on_the_rows_before_it(name: str) ->
     assert num_refused > 0 if name in SPOILING else num_refused < len(rows)
 
 
+PRINTING = [
+    *(
+        "n",
+        "x ~ n",
+        "f | tojson",
+        "f | tojson(indent=2)",
+        "f",
+        "f.of | join(', ')",
+        "'%s' % n",
+        "'{}'.format(x)",
+        "n | e",
+    ),
+    *("n | string | trim", "n if n is number and n is integer and x is float and n is not string else 'no'"),
+    *("n if n is not none and n is not iterable and x is not mapping and n is not boolean else 'no'", "f.of | first"),
+    *(
+        "f.items() | map('last') | list | tojson",
+        "n | default(1)",
+        "(n | string)[:1]",
+        "f.of | select('number') | list",
+    ),
+]
+ASKING = [
+    *(
+        "n + 1",
+        "1 - x",
+        "n > 3",
+        "3 > x",
+        "n == 4",
+        "n in [1, 2, 3]",
+        "'yes' if n else 'no'",
+        "range(n) | list",
+        "f.of[:n]",
+    ),
+    *(
+        "'abcdef'[:n]",
+        "'%d' % n",
+        "'{:03d}'.format(n)",
+        "x | int",
+        "x | round(1)",
+        "n | abs",
+        "{1: 'one', 2: 'two'}[n]",
+    ),
+    *(
+        "f.of | sort",
+        "f.of | sum",
+        "f.of | max",
+        "n is even",
+        "n is divisibleby 3",
+        "n | string | length",
+        "n.real",
+        "-n",
+    ),
+    *(
+        "n is eq 3",
+        "'a' * n",
+        "not x",
+        "n // 2",
+        "f.of | unique | list",
+        "f.of.index(n)",
+        "loop.cycle(1, 2) + n",
+        "n | upper",
+    ),
+    *("n | default('none', true)", "(n | tojson).startswith('1')", "n is sameas 3", "n | string | replace('1', 'one')"),
+    *("[n, 2] == [1, 2]", "n | float", "n is in [3, 4]", "n.foo is defined", "f.of | batch(n) | list", "'a'.center(n)"),
+    *(
+        "f.of | select('>', 3) | list",
+        "f.of | select | list",
+        "'%5s' % n",
+        "'text'[n]",
+        "f.of[n]",
+        "[7, 8, 9].count(n)",
+    ),
+    *(
+        "{'a': n, 'b': 2} | dictsort(by='value')",
+        "'a\nb' | indent(n)",
+        "f.of | slice(n) | list",
+        "f.get(n)",
+        "n is true or n > 2",
+    ),
+]
+
+
+@pytest.mark.parametrize("expression", PRINTING + ASKING)
+def test_numbers_of_calls_are_followed_unless_the_template_asks_which_they_are(
+    expression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, record = [], ChatTemplate.record
+    monkeypatch.setattr(ChatTemplate, "record", lambda *args, **kwargs: recorded.append(1) or record(*args, **kwargs))
+    template = ChatTemplate(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}"
+        "{% set f = m.tool_calls[0].function.arguments %}"
+        f"{{% set n = f.n %}}{{% set x = f.x %}}[{{{{ {expression} }}}}]{{% endif %}}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    one = Renderer(template, CONTROL, TargetPolicy(train_on=TrainOn.LAST_ASSISTANT))
+    counts = []
+    numbers = [(4, 2.5), (3, 0.0), (2, -1e-7), (1, 1e22), (0, 3.0), (11, -2.25), (-12, 10.0), (4003, 0.1)]
+    for n, x in numbers:
+        call = ToolCall(name="find", arguments={"n": n, "x": x, "of": [n, 2, 7], "deep": {"is": True, "none": None}})
+        row = conversation(user("How many?"), assistant(call), message("tool", "7"), assistant("Seven."))
+        before = len(recorded)
+        try:
+            expected = template.render(row.messages)
+        except RowError as error:
+            assert outcome(one, row) == error.reason
+            continue
+        (path,) = one.render(row).paths
+        assert "".join(getattr(piece, "text", "") or getattr(piece, "token", "") for piece in path) == expected
+        counts.append(len(recorded) - before)
+    assert (sum(counts[1:]) == 0) == (expression in PRINTING)
+
+
 @pytest.mark.parametrize("name", ["embedded", "looks at the last one", "strips what it joined"])
 @given(texts=st.lists(WORDS, min_size=2, max_size=8), thoughts=st.booleans())
 def test_pieces_and_runs_that_paths_share_are_those_that_each_has_alone(
