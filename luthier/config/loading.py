@@ -291,16 +291,19 @@ def _decode(data: bytes, name: str) -> str:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or is_utf16:
         raise _fault(name, "the file is UTF-16", "save it as UTF-8")
     if b"\0" in data:
-        raise _fault(
-            name, "the file holds bytes that no text has (0x00)", "name the run description, a YAML or JSON text"
-        )
+        what = "the file holds bytes that no text has (0x00), first in this line"
+        raise _at_byte(data, data.index(b"\0"), name, what, "name the run description, a YAML or JSON text")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
         what = f"this line is not UTF-8 (byte 0x{data[error.start]:02x})"
-        raise ConfigError([Problem(where=f"{name}:{line}", key="", what=what, hint="save it as UTF-8")]) from None
+        raise _at_byte(data, error.start, name, what, "save it as UTF-8") from None
     return text.replace("\r\n", "\n")
+
+
+def _at_byte(data: bytes, place: int, name: str, what: str, hint: str) -> ConfigError:
+    line = data.count(b"\n", 0, place) + 1
+    return ConfigError([Problem(where=f"{name}:{line}", key="", what=what, hint=hint)])
 
 
 def _json_problem(text: str, name: str) -> Problem | None:

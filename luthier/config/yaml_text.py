@@ -23,6 +23,7 @@ from ruamel.yaml.events import (
     SequenceEndEvent,
     SequenceStartEvent,
 )
+from ruamel.yaml.reader import ReaderError
 
 from luthier.config.tree import KeyPath, ListNode, MappingNode, Node, Scalar, Where, show_path, show_value
 from luthier.errors import Problem
@@ -208,7 +209,8 @@ def parse_yaml(text: str, name: str, *, line_numbers: bool = True) -> Parsed:
         )
     except (YAMLError, ValueError, OverflowError) as error:
         # characters outside of Unicode: the reader and its escapes raise these without a mark
-        fault = Fault(what=str(error), line=composer.line(composer.position), start=None)
+        position = error.position if isinstance(error, ReaderError) else composer.position
+        fault = Fault(what=str(error), line=composer.line(position), start=None)
     problems = explain_syntax(fault, text)
     shown = [replace(problem, where=str(composer.at_line(int(problem.where)))) for problem in problems]
     return Parsed(tree=None, problems=(*composer.problems, *shown))

@@ -76,6 +76,12 @@ def test_a_file_that_is_no_text_is_not_taken_for_utf_16(tmp_path: Path) -> None:
     assert "no text has (0x00)" in told(tmp_path / "run.yaml")
 
 
+@pytest.mark.parametrize("byte", [0, 1, 7, 11, 127])
+def test_the_line_of_a_byte_that_no_text_has_is_told(tmp_path: Path, byte: int) -> None:
+    (tmp_path / "run.yaml").write_bytes(GOOD.encode() + b"# two\n# th" + bytes([byte]) + b"ree\n")
+    assert f"run.yaml:{GOOD.count(chr(10)) + 2}: " in told(tmp_path / "run.yaml")
+
+
 def test_the_line_that_is_not_utf_8_is_told(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_bytes(b"# one\n# two \xfc\n")
     assert "run.yaml:2: this line is not UTF-8 (byte 0xfc)" in told(tmp_path / "run.yaml")
