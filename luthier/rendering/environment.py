@@ -34,7 +34,7 @@ from markupsafe import Markup, escape
 
 from luthier.rendering.trace import Loop, Trace
 from luthier.rendering.tracked import (
-    FollowedNumber,
+    Followed,
     Marked,
     RowValue,
     Tracked,
@@ -158,8 +158,8 @@ READING_FILTERS = frozenset("abs float int round wordcount".split())  # noqa: SI
 KIND_TESTS = frozenset(
     "boolean callable defined false filter float integer mapping none number string test true undefined".split()  # noqa: SIM905
 )
-# Those among them that ask for True, False, None or a number, which a row's may not be (`RowBool`, `FollowedNumber` …).
-CONSTANT_TESTS = frozenset("boolean false float integer none number true".split())  # noqa: SIM905
+# Those among them that ask for what a row's value may be in the guise of something else (`RowBool`, `Followed`).
+CONSTANT_TESTS = frozenset("boolean false float integer mapping none number string true".split())  # noqa: SIM905
 # Tests that use operators and methods.
 MIRRORED_TESTS = frozenset(
     "== != > >= < <= eq equalto ne gt greaterthan ge lt lessthan le".split()  # noqa: SIM905
@@ -310,7 +310,7 @@ def _reading(function: Any, trace_of: Callable[[], Trace]) -> Callable[..., obje
 
 
 def _seeing_constants(function: Any) -> Callable[[object], bool]:
-    return lambda value: bool(function(value.sample if isinstance(value, FollowedNumber) else unmarked(value)))
+    return lambda value: bool(function(value.sample if isinstance(value, Followed) else unmarked(value)))
 
 
 def _title(text: str) -> str:
@@ -345,7 +345,7 @@ def _is_sequence(value: object) -> bool:
 def _is_same(value: object, other: object) -> bool:
     if isinstance(value, str) and isinstance(other, str) and not (is_own(value) and is_own(other)):
         refuse("the test 'sameas'")
-    if isinstance(value, FollowedNumber) or isinstance(other, FollowedNumber):
+    if isinstance(value, Followed) or isinstance(other, Followed):
         return bool(value == other)  # which asks
     return unmarked(value) is unmarked(other)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from luthier.errors import RowError, TemplateError
 from luthier.records import Audio, Image, Media, Message, Part, Text, Thinking, ToolCall, Video
-from luthier.rendering.text_references import NumberText, is_number
+from luthier.rendering.text_references import NumberText, Slot, is_number
 from luthier.rendering.trace import Owner, Trace
-from luthier.rendering.tracked import FollowedNumber, Tracked, concatenate, own_text, row_value
+from luthier.rendering.tracked import FollowedNumber, FollowedTool, Tracked, concatenate, own_text, row_value
 from luthier.writing import counted
 
 # ---- Control tokens: the strings that mean something to the model beyond their letters.
@@ -155,6 +155,14 @@ def marked_tools(tools: Sequence[Mapping[str, object]], trace: Trace) -> list[ob
     if not tools:
         return None
     number = trace.number(Owner(field="tools"))
+    if trace.tool_texts:
+        trace.strings += trace.tool_texts
+        followed: list[object] = [
+            FollowedTool(Tracked(trace.strings[-1 - place], trace.alphabet.char(Slot(-1 - place)), number, trace), tool)
+            for place, tool in enumerate(tools)
+        ]
+        trace.container_owners[id(followed)] = number
+        return followed
     trace.is_marking = True
 
     def mark(value: object, _: bool = False) -> object:

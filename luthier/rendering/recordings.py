@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -17,6 +18,8 @@ from luthier.rendering.trace import Guard, Trace, Written
 
 MOST_RECORDINGS = 20_000  # kept at a time; then all are forgotten and begun anew
 MOST_VARIANTS = 16  # of one shape that are compared before it is recorded again
+MOST_ALIKE = 8  # rows with the same tools; to record them anew takes as long as to encode their text some ten times
+MOST_SEEN = 100_000  # tools that are counted
 KEEPING = frozenset(
     {"strip", "lstrip", "rstrip", "json", "html"}
 )  # operations that leave something of any text but white space
@@ -38,6 +41,7 @@ class RowHistory:
     prefixes: Prefixes | None = None
     offsets: list[int] = field(default_factory=list)  # the number of each message's first string
     has_media: bool = False
+    tool_texts: Sequence[str] = ()  # of its tools, where these are followed: the last of its strings
 
     def __post_init__(self) -> None:
         if self.offsets:
@@ -80,7 +84,8 @@ class RowHistory:
     ) -> Recording:
         """The recording of a short conversation: the first ``head`` messages and ``messages[start:end]``."""
         messages = (*self.row.messages[:head], *self.row.messages[start:end])
-        strings = self.strings[: self.offsets[head]] + self.strings[self.offsets[start] : self.offsets[end]]
+        own = slice(0, self.offsets[head]), slice(self.offsets[start], self.offsets[end])
+        strings = [*self.strings[own[0]], *self.strings[own[1]], *self.tool_texts]
         shapes = (*self.shapes[:head], *self.shapes[start:end])
         skipped = self.offsets[start] - self.offsets[head]
         short = RowHistory(
@@ -92,6 +97,7 @@ class RowHistory:
             joins=False,
             written=self.written,
             offsets=[*self.offsets[:head], *(each - skipped for each in self.offsets[start : end + 1])],
+            tool_texts=self.tool_texts,
         )
         return short._recorded(len(messages), generation_prompt, kwargs)
 
@@ -166,7 +172,8 @@ class RowHistory:
         kwargs: Mapping[str, object],
         num_own: int | None = None,
     ) -> Recording:
-        full_key = (key, text_references.tools_shape(self.row.tools), tuple(sorted(kwargs.items())))
+        tools = len(self.tool_texts) or text_references.tools_shape(self.row.tools)
+        full_key = (key, tools, tuple(sorted(kwargs.items())))
         variants = self.recordings.known.setdefault(full_key, [])  # which differ in their guards
         recording = next((known for known in variants if self._fits(known)), None)
         if recording is None:
@@ -189,6 +196,7 @@ class RowHistory:
         if self.given is None:
             follows = self.recordings.follows_numbers
             trace = Trace(alphabet=self.recordings.alphabet, written=self.written, follows_numbers=follows)
+            trace.tool_texts = self.tool_texts
             self.given = self.template.given(self.row.messages, self.row.tools, trace)
         return self.given
 
@@ -203,11 +211,33 @@ class Recordings:
     """The recordings of one template, by what they were made of.
 
     ``follows_numbers``: the template is taken to print the numbers of tool arguments and to ask nothing about them.
+    ``follows_tools``: it is taken to write tools as JSON, and to do nothing else with them. Those that many rows have
+    are not followed: their text is encoded but once.
     """
 
     alphabet: text_references.Alphabet = field(default_factory=text_references.Alphabet.empty)
     known: dict[Hashable, list[Recording]] = field(default_factory=dict)
     follows_numbers: bool = True
+    follows_tools: bool = True
+    seen: Counter[int] = field(default_factory=Counter)  # how many rows had the same tools
+
+    def follows_numbers_of(self, strings: Sequence[str]) -> bool:
+        """Whether there are numbers among some strings, and they are followed."""
+        return self.follows_numbers and any(isinstance(each, text_references.NumberText) for each in strings)
+
+    def texts_of_tools(self, tools: Sequence[Mapping[str, object]]) -> list[str]:
+        """Tools as JSON, the last one first, where they are followed."""
+        if not tools or not self.follows_tools:
+            return []
+        shape = hash(text_references.tools_shape(tools))
+        if len(self.seen) >= MOST_SEEN and shape not in self.seen:
+            self.seen.clear()
+        self.seen[shape] += 1
+        return [] if self.seen[shape] > MOST_ALIKE else text_references.tool_texts(tools) or []
+
+    def anew(self) -> Recordings:
+        """None of them, and what is known of the template."""
+        return Recordings(follows_numbers=self.follows_numbers, follows_tools=self.follows_tools, seen=self.seen)
 
     @property
     def is_full(self) -> bool:

@@ -40,15 +40,7 @@ from luthier.rendering.recordings import Recordings, RowHistory, unshared
 from luthier.rendering.substitution import other_strings
 from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns
 from luthier.rendering.template import ChatTemplate
-from luthier.rendering.text_references import (
-    AlphabetFull,
-    MessageShape,
-    NumberText,
-    Slot,
-    exchanged,
-    message_shape,
-    tools_shape,
-)
+from luthier.rendering.text_references import AlphabetFull, MessageShape, Slot, exchanged, message_shape, tools_shape
 from luthier.rendering.trained_turns import known_tags, notation_of
 from luthier.writing import counted
 
@@ -158,15 +150,17 @@ class Renderer:
         return other_rows.compare(row, prompt, sides)
 
     def _conversation(self, row: records.Conversation, template: ChatTemplate) -> Filled:
-        follows_numbers = self._recordings.follows_numbers
-        shapes = tuple([message_shape(message, has_numbers=not follows_numbers) for message in row.messages])
+        recordings = self._recordings
+        shapes = tuple([message_shape(each, has_numbers=not recordings.follows_numbers) for each in row.messages])
         strings = [string for message in row.messages for string in message_strings(message)]
         media = media_of(row.messages)
         ends = row.continue_final_message, row.add_generation_prompt
-        variants = self._known((row.train_on, row.weight, *ends, shapes, tools_shape(row.tools)))
+        tool_texts = recordings.texts_of_tools(row.tools)
+        all_strings, tools = [*strings, *tool_texts], len(tool_texts) or tools_shape(row.tools)
+        variants = self._known((row.train_on, row.weight, *ends, shapes, tools))
         for known in variants:
-            values = known.blueprint.values(strings)
-            if known.blueprint.fits(values) and self._agrees(known, row, template, strings):
+            values = known.blueprint.values(all_strings)
+            if known.blueprint.fits(values) and self._agrees(known, row, template, all_strings):
                 known.replays += 1
                 if known.is_to_be_checked:
                     self._check(known, row, template, values)
@@ -174,11 +168,13 @@ class Renderer:
                     self._require_answers(known, row, template, values)
                 return self._filled(known.blueprint, strings, row=row, media=media, values=values)
         try:
-            known = self._build(row, template, shapes, strings)
-            self._require_shape(known, row, template, strings)
+            known = self._build(row, template, shapes, all_strings, tool_texts)
+            self._require_shape(known, row, template, strings, tool_texts)
         except RowError as error:
-            if follows_numbers and any(isinstance(string, NumberText) for string in strings):
-                return self._with_numbers(row, template)
+            if tool_texts:
+                return self._not_following("follows_tools", row, template)
+            if recordings.follows_numbers_of(strings):
+                return self._not_following("follows_numbers", row, template)
             name = self._named_that_would_do(error.reason, row, template)
             if name is None:
                 raise
@@ -189,15 +185,16 @@ class Renderer:
             variants.clear()
         if len(row.messages) <= MOST_KEPT:
             variants.append(known)
-        return self._filled(known.blueprint, strings, row=row, media=media)
+        values = known.blueprint.values(all_strings)
+        return self._filled(known.blueprint, strings, row=row, media=media, values=values)
 
-    def _with_numbers(self, row: records.Conversation, template: ChatTemplate) -> Filled:
-        """A row of which the template may want to know which numbers it has: if that is so, no row's are followed."""
-        self._recordings.follows_numbers = False
+    def _not_following(self, what: str, row: records.Conversation, template: ChatTemplate) -> Filled:
+        """A row whose tools or numbers the template may do more with than print them: if so, no row's are followed."""
+        setattr(self._recordings, what, False)
         try:
             return self._conversation(row, template)
         except RowError:
-            self._recordings.follows_numbers = True  # the row is refused for something else
+            setattr(self._recordings, what, True)  # the row is refused for something else
             raise
 
     def _filled(
@@ -232,8 +229,7 @@ class Renderer:
 
     def _known(self, key: Hashable) -> list[_CachedBlueprint]:
         if not self.replay or self._recordings.is_full or len(self._blueprints) > MOST_BLUEPRINTS:
-            self._recordings = Recordings(follows_numbers=self._recordings.follows_numbers)
-            self._blueprints = {}
+            self._recordings, self._blueprints = self._recordings.anew(), {}
         return self._blueprints.setdefault(key, [])
 
     def _prepared(self, row: records.Conversation, template: ChatTemplate) -> records.Conversation:
@@ -275,7 +271,12 @@ class Renderer:
         return self._opens_thought
 
     def _build(
-        self, row: records.Conversation, template: ChatTemplate, shapes: tuple[MessageShape, ...], strings: list[str]
+        self,
+        row: records.Conversation,
+        template: ChatTemplate,
+        shapes: tuple[MessageShape, ...],
+        strings: list[str],
+        tool_texts: list[str],
     ) -> _CachedBlueprint:
         train_on = TrainOn(row.train_on) if row.train_on is not None else self.policy.train_on
         turns = trained_turns(row, train_on)
@@ -285,12 +286,12 @@ class Renderer:
                 raise RowError("blank_answer", "the answer is blank, and nothing else of this row is trained")
             raise RowDropped("no_target", other_rows.nothing_learned(row, train_on))
         _refuse_too_many(row, max(1, len(turns)), self.policy.history)
+        make = partial(RowHistory, template, row, shapes, strings, self._recordings, tool_texts=tool_texts)
         with uncollected() if len(row.messages) > LONG else nullcontext():
             try:
-                return self._made(RowHistory(template, row, shapes, strings, self._recordings), turns, weights)
+                return self._made(make(), turns, weights)
             except NotLocal:
-                history = RowHistory(template, row, shapes, strings, self._recordings, joins=False)
-                return self._made(history, turns, weights)
+                return self._made(make(joins=False), turns, weights)
 
     def _made(self, history: RowHistory, turns: list[int], weights: Weights) -> _CachedBlueprint:
         row, template = history.row, history.template
@@ -374,7 +375,12 @@ class Renderer:
         return bool(self._tags.count(strings))
 
     def _require_shape(
-        self, known: _CachedBlueprint, row: records.Conversation, template: ChatTemplate, strings: Sequence[str]
+        self,
+        known: _CachedBlueprint,
+        row: records.Conversation,
+        template: ChatTemplate,
+        strings: Sequence[str],
+        tool_texts: Sequence[str],
     ) -> None:
         """Raise `RowError` unless what is learned reads as a row of this shape has it, whichever is the first.
 
@@ -382,8 +388,9 @@ class Renderer:
         that stand nowhere else. Where the template looks at texts such that it would print these otherwise, or the
         row's own may be cut or have tags, the row's own are read, of each row.
         """
+        own = known.blueprint.values([*strings, *tool_texts])
         for words in () if known.is_cut else other_strings(strings, has_numbers=self._recordings.follows_numbers):
-            values = known.blueprint.values(words)
+            values = known.blueprint.values([*words, *tool_texts])
             if not known.blueprint.fits(values):
                 continue
             left = iter(words)
@@ -391,7 +398,7 @@ class Renderer:
             try:
                 self._require_answers(known, other, template, values)
             except RowError as error:
-                self._require_answers(known, row, template, known.blueprint.values(strings))  # in the row's words
+                self._require_answers(known, row, template, own)  # in the row's words
                 detail = reduce(
                     lambda so_far, pair: so_far.replace(*pair), zip(words, strings, strict=True), error.detail
                 )
@@ -400,7 +407,7 @@ class Renderer:
         else:
             known.is_cut = True
         if known.is_cut or self._touches_tags(template, strings):
-            self._require_answers(known, row, template, known.blueprint.values(strings))
+            self._require_answers(known, row, template, own)
 
     def _require_answers(
         self, known: _CachedBlueprint, row: records.Conversation, template: ChatTemplate, values: Sequence[str]

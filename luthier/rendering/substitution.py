@@ -10,6 +10,7 @@ What a template is given for a row, plain, marked and with other words, is made 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -153,14 +154,16 @@ class Given:
         """Other words for the run that is over."""
         strings, constants = self.trace.strings, self.trace.constants
         if len(self.fresh) < len(strings) + len(constants):
+            own = len(strings) - len(self.trace.tool_texts)
             self.fresh = {
                 number: _word(2 * number) + MARKS + QUOTES
                 if not isinstance(text, NumberText)
                 else _other_number(2 * number, text)
                 if self.trace.follows_numbers
                 else text
-                for number, text in enumerate(strings)
+                for number, text in enumerate(strings[:own])
             }
+            self.fresh |= {-1 - place: _other_tool(place) for place in range(len(self.trace.tool_texts))}
             self.fresh |= {text: _word(2 * number + 1) + MARKS + QUOTES for number, text in enumerate(constants)}
         return OtherWords.of(self.trace, self.fresh)
 
@@ -182,6 +185,8 @@ class Given:
             if is_fresh:
                 self.others[number] = other
             dicts.append(other)
+        if self.trace.tool_texts:
+            return dicts, [json.loads(words.texts[-1 - place]) for place in range(len(self.tools))]
         if in_shape:
             return dicts, other_tools(self.tools, constants)
         if self.other_tools is None:
@@ -221,6 +226,13 @@ def _word(number: int) -> str:
 def _other_number(number: int, text: NumberText) -> str:
     """A number of the same type that no other number gives, and that no row will have."""
     return f"{81_402_739 + number}" + ("" if isinstance(text.value, int) else ".5")
+
+
+def _other_tool(number: int) -> str:
+    """A tool that no other number gives, and that no row will have, as JSON."""
+    name, word = _word(500_000 + 2 * number), _word(500_001 + 2 * number) + MARKS + QUOTES
+    tool = {"type": "function", "function": {name: word, word: [word, number, 2.5, None, True]}, word: {}}
+    return json.dumps(tool, ensure_ascii=False)
 
 
 def _others(text: str, word: str) -> Iterator[str]:

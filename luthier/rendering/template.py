@@ -354,8 +354,8 @@ class ChatTemplate:
         What it prints may be quite another text then; but the word may not stand as the template's own text.
         """
         swaps = words.swaps()
-        texts, follows = {source: text for source, (text, _) in swaps.items()}, given.trace.follows_numbers
-        trace = Trace(alphabet=given.trace.alphabet, swaps=texts, follows_numbers=follows)
+        trace = Trace(alphabet=given.trace.alphabet, follows_numbers=given.trace.follows_numbers)
+        trace.swaps, trace.tool_texts = {source: text for source, (text, _) in swaps.items()}, given.trace.tool_texts
         swapped = Given(messages[:num_own], given.tools, given.form, trace)
         try:
             output = self._run_recorded(swapped, messages, num_own=num_own, **asked)
@@ -437,8 +437,8 @@ class ChatTemplate:
             tools=given.marked_tools,
             add_generation_prompt=generation_prompt,
         )
-        if given.trace.asks_numbers:
-            refuse("asking which numbers a row has")
+        if given.trace.asks_followed:
+            refuse("asking which numbers or tools a row has")
         assert isinstance(output, Tracked)
         return output
 

@@ -11,6 +11,7 @@ get the text from another row's strings:
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -31,7 +32,10 @@ Operation = tuple[Any, ...]  # a name of OPERATIONS and its further arguments
 
 
 class Slot(NamedTuple):
-    """The row's string number ``number``, after some operations, each applied to what the one before gave."""
+    """The row's string number ``number``, after some operations, each applied to what the one before gave.
+
+    Tools that are followed count from the end: -1 is the row's first one.
+    """
 
     number: int
     operations: tuple[Operation, ...] = ()
@@ -56,6 +60,27 @@ class NumberText(str):
     @property
     def value(self) -> int | float:
         return int(self) if self.lstrip("-").isdigit() else float(self)
+
+
+def tool_texts(tools: Sequence[Mapping[str, object]]) -> list[str] | None:
+    """Tools as JSON, the last one first, so that each can be read back; None if one of them cannot."""
+    return [json.dumps(tool, ensure_ascii=False) for tool in reversed(tools)] if all(map(_is_json, tools)) else None
+
+
+def _is_json(value: object) -> bool:
+    match value:
+        case dict():
+            return all(type(key) is str for key in value) and all(map(_is_json, value.values()))
+        case list():
+            return all(map(_is_json, value))
+        case _:
+            return value is None or isinstance(value, str | bool) or is_number(value)
+
+
+def rewritten(text: str, ensure_ascii: bool, step: str | None, item: str, key: str, newline: str) -> str:
+    """JSON in another style, which begins in a line that ``newline`` begins."""
+    made = json.dumps(json.loads(text), ensure_ascii=ensure_ascii, indent=step, separators=(item, key))
+    return made.replace("\n", newline)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -128,6 +153,7 @@ OPERATIONS: dict[str, Callable[..., str]] = {
     "repr": between_quotes,
     "ascii": lambda text, quote: between_quotes(text, quote).encode("ascii", "backslashreplace").decode("ascii"),
     "html": lambda text: str(escape(text)),
+    "rewrite": rewritten,
 }
 
 
@@ -276,7 +302,7 @@ def message_shape(message: Message, *, has_numbers: bool = True) -> MessageShape
 
 
 def tools_shape(tools: Sequence[Mapping[str, object]]) -> bytes:
-    """Tools are the same for many rows, so all of them is shape."""
+    """Tools that are the same for many rows: all of them is shape."""
     return msgspec.json.encode(list(tools)) if tools else b""
 
 

@@ -128,11 +128,12 @@ class Trace:
     literals: dict[str, object] = field(default_factory=dict)  # the template's own texts, as tracked strings
     prints: list[tuple[int, str]] = field(default_factory=list)  # what was printed at which line of the template
     follows_numbers: bool = False  # the row's numbers are followed as its strings are; else they belong to its shape
-    uses_numbers: bool = False  # something was done with a number that is followed, other than to print it
+    tool_texts: Sequence[str] = ()  # of the row's tools, the last one first, where these are followed
+    uses_followed: bool = False  # something was done with a number or a tool that is followed, other than to print it
 
     def begin(self) -> None:
         """A run of the template begins: nothing has been asked or printed."""
-        self.scope, self.loops, self.guards, self.prints, self.uses_numbers = None, [], {}, [], False
+        self.scope, self.loops, self.guards, self.prints, self.uses_followed = None, [], {}, [], False
 
     def number(self, owner: Owner) -> str:
         """The character that stands for an owner."""
@@ -173,13 +174,14 @@ class Trace:
             self.guards[Guard(question, sketches, tuple(arguments), answer)] = None
 
     @property
-    def asks_numbers(self) -> bool:
-        """Whether what was printed may depend on which numbers the row has."""
-        if self.uses_numbers or not self.follows_numbers:
-            return self.uses_numbers
+    def asks_followed(self) -> bool:
+        """Whether what was printed may depend on which numbers or tools the row has."""
+        if self.uses_followed or not (self.follows_numbers or self.tool_texts):
+            return self.uses_followed
         asked = references_in(*(sketch for guard in self.guards for sketch in guard.sketches))
         slots = (reference for char in asked if isinstance(reference := self.alphabet.reference(char), Slot))
-        return any(isinstance(self.strings[slot.number], NumberText) for slot in slots)
+        followed = (slot.number < 0 or isinstance(self.strings[slot.number], NumberText) for slot in slots)
+        return any(followed)
 
     def closed(self, sketch: str) -> tuple[str, tuple[Guard, ...]]:
         """A sketch, and the guards, with the constants of the shape as fixed text."""

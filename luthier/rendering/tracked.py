@@ -260,28 +260,41 @@ class RowNone:
         return hash(None)
 
 
-class FollowedNumber:
-    """A number of a row of which nothing is known but that it is one: it can be printed, as ``text``.
+class Followed:
+    """A number or a tool of a row of which nothing is known but that it is one: ``text`` is how JSON writes it.
 
-    Whatever else is done with it depends on which number it is. Then `LostProvenance` is raised, and the trace notes
-    it, so that the numbers become part of the row's shape (`RowInt`, `RowFloat`).
+    A number can be printed, and a tool written as JSON. Whatever else is done with it depends on which one it is. Then
+    `LostProvenance` is raised, and the trace notes it, so that all of it becomes part of the row's shape.
     """
 
     __slots__ = ("owner", "sample", "text")
 
-    def __init__(self, text: Tracked, sample: int | float) -> None:
-        """``sample`` is a number of its type."""
+    def __init__(self, text: Tracked, sample: object) -> None:
+        """``sample`` is one of its type."""
         self.text, self.sample, self.owner = text, sample, text._owners
 
     def _use(self, *_: object) -> NoReturn:
-        self.text._trace.uses_numbers = True
-        refuse("the use of a number")
+        self.text._trace.uses_followed = True
+        refuse("the use of a number or a tool")
+
+
+class FollowedNumber(Followed):
+    """A number of tool arguments (else `RowInt`, `RowFloat`)."""
+
+    __slots__ = ()
+
+
+class FollowedTool(Followed):
+    """A tool that is a dict."""
+
+    __slots__ = ()
+    __getitem__ = __contains__ = __len__ = __iter__ = Followed._use
 
 
 _USES = "bool eq ne lt le gt ge hash str repr format index int float complex round trunc floor ceil neg pos abs invert"
 _OPERATORS = "add sub mul truediv floordiv mod pow divmod matmul and or xor lshift rshift"
 for _name in (*_USES.split(), "getattr", *_OPERATORS.split(), *(f"r{_name}" for _name in _OPERATORS.split())):
-    setattr(FollowedNumber, f"__{_name}__", FollowedNumber._use)
+    setattr(Followed, f"__{_name}__", Followed._use)
 
 RowValue = RowInt | RowFloat | RowNone
 

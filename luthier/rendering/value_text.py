@@ -18,7 +18,9 @@ from jinja2 import Undefined
 from luthier.rendering.text_references import has_reference, is_reference, quote_of
 from luthier.rendering.trace import SCAFFOLD, Trace, plain
 from luthier.rendering.tracked import (
+    Followed,
     FollowedNumber,
+    FollowedTool,
     Marked,
     RowFloat,
     RowInt,
@@ -116,7 +118,7 @@ def owner_of(value: object, trace: Trace) -> str | None:
     match value:
         case Tracked():
             return None if value._is_own else next((o for o in value._owners if not trace.is_own(o)), SCAFFOLD)
-        case RowInt() | RowFloat() | RowNone() | FollowedNumber():
+        case RowInt() | RowFloat() | RowNone() | Followed():
             return value.owner
         case Mapping():
             return _first_owner((item for pair in value.items() for item in pair), trace)
@@ -180,8 +182,8 @@ class _ReprWriter(_Writer):
                     yield from self._comma(index)
                     yield from self.write(item)
                 yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
-            case FollowedNumber():
-                yield value.text
+            case Followed():
+                yield text_of(value, self.trace)
             case None | bool() | int() | float() | complex() | range() | Undefined() | RowNone():
                 yield repr(value)
             case _:
@@ -222,8 +224,18 @@ class _JsonWriter(_Writer):
                 yield from self._block("[]", newline, ((None, item) for item in value))
             case FollowedNumber():
                 yield value.text
+            case FollowedTool():
+                yield self._rewritten(value, newline)
             case _:
                 yield json.dumps(unmarked(value), ensure_ascii=self.ensure_ascii)
+
+    def _rewritten(self, tool: FollowedTool, newline: str) -> Tracked:
+        if self.sort:
+            tool._use()
+        style = (self.ensure_ascii, self.step, self.item, self.key)
+        if style == (False, None, ", ", ": "):
+            return tool.text
+        return written_as(tool.text, "rewrite", *style, newline)
 
     def _block(self, brackets: str, newline: str, items: Iterable[tuple[object, object]]) -> Iterator[str]:
         inner = newline + self.step if self.step is not None else ""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from luthier.config.choices import HistoryRendering, TrainOn
 from luthier.errors import RowError, TemplateError
 from luthier.presets import tokenizer_folder
-from luthier.presets.named_templates import named_template
+from luthier.presets.named_templates import named_template, named_templates, stop_tokens
 from luthier.records import Conversation, Message, Text, Thinking, ToolCall
 from luthier.rendering.blueprint import build_blueprint
 from luthier.rendering.messages import ControlTokens
@@ -252,6 +252,100 @@ def test_numbers_of_calls_are_followed_unless_the_template_asks_which_they_are(
         assert "".join(getattr(piece, "text", "") or getattr(piece, "token", "") for piece in path) == expected
         counts.append(len(recorded) - before)
     assert (sum(counts[1:]) == 0) == (expression in PRINTING)
+
+
+def random_tool(rng: random.Random) -> dict[str, object]:
+    values: list[object] = ['what it\'s "for"', "é\n\\<|im_end|>", 3, 2.5, -1e-7, True, None, [], {}, ["a", {"b": 1}]]
+    properties = {
+        f"p{rng.randrange(50)}": {"type": "string", "of": rng.choice(values)} for _ in range(rng.randrange(4))
+    }
+    parameters: dict[str, object] = {"type": "object", "properties": properties, "required": list(properties)}
+    function = {"name": f"f{rng.randrange(10**6)}", "description": f"does {rng.random()}", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+WRITING = [
+    *(
+        "tools | tojson",
+        "tools[0] | tojson",
+        "tools | map('tojson') | join(', ')",
+        "tools | tojson(indent=2)",
+        "tools | length",
+    ),
+    *(
+        "tools[-1] | tojson(ensure_ascii=true)",
+        "tools | tojson(separators=(',', ':'))",
+        "tools[0] | tojson(indent=4) | trim",
+    ),
+    *("{'tools': tools} | tojson(indent=1)", "'yes' if tools[0] is mapping and tools is iterable and tools else 'no'"),
+    *("tools[0] | tojson | e", "(tools[0] | tojson)[1:-1]", "tools[:2] | tojson", "'%s' % (tools | tojson)"),
+]
+READING = [
+    *("tools", "tools[0]", "tools[0].function.name", "tools[0]['function'] | tojson", "tools | tojson(sort_keys=true)"),
+    *(
+        "tools[0] | items | list",
+        "tools[0] | length",
+        "tools[0] | tojson | length",
+        "'no' if 'x' in tools[0] else 'yes'",
+    ),
+    *("tools[0].keys() | list", "tools | map(attribute='function') | list | tojson", "tools[0] == tools[-1]"),
+    *("tools | selectattr('type', 'eq', 'function') | list | tojson", "(tools[0] | tojson).split('name') | length"),
+    *(
+        "tools[0] is iterable",
+        "tools[0] is sequence",
+        "tools[0] is defined and tools[0].missing is defined",
+        "tools[0] | list",
+    ),
+    *("tools | string", "tools | join", "'%s' % tools[0]", "dict(tools[0], x=1) | tojson", "tools[0] | tojson | upper"),
+]
+
+
+@pytest.mark.parametrize("expression", WRITING + READING)
+def test_tools_are_followed_unless_the_template_looks_into_them(
+    expression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, record = [], ChatTemplate.record
+    monkeypatch.setattr(ChatTemplate, "record", lambda *args, **kwargs: recorded.append(1) or record(*args, **kwargs))
+    template = ChatTemplate(f"<|im_start|>system\n{{{{ {expression} }}}}<|im_end|>\n{CHATML}")
+    one, rng, counts = Renderer(template, CONTROL, TargetPolicy()), random.Random(1), []
+    for _ in range(8):
+        row = conversation(user("How?"), assistant("So."), tools=(random_tool(rng), random_tool(rng)))
+        before = len(recorded)
+        try:
+            expected = template.render(row.messages, row.tools)
+        except RowError as error:
+            assert outcome(one, row) == error.reason
+            continue
+        try:
+            (path,) = one.render(row).paths
+        except RowError as error:  # printed in a way that is not followed in any row
+            assert error.reason == "untraceable" and expression in READING
+            continue
+        assert "".join(getattr(piece, "text", "") or getattr(piece, "token", "") for piece in path) == expected
+        counts.append(len(recorded) - before)
+    assert (sum(counts[1:]) == 0 < len(counts)) == (expression in WRITING)
+
+
+@pytest.mark.parametrize("name", [facts.name for facts in named_templates() if facts.tools])
+def test_rows_are_the_same_whether_their_tools_and_numbers_are_followed_or_not(name: str) -> None:
+    template = ChatTemplate(named_template(name) or "", special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+    facts = next(each for each in named_templates() if each.name == name)
+    tokens = frozenset((*facts.tokens, "<s>", "</s>"))
+    control = ControlTokens(tokens=tokens, special=tokens, stops=stop_tokens(name, template.special_tokens))
+    following, recording = Renderer(template, control, TargetPolicy()), Renderer(template, control, TargetPolicy())
+    recording._recordings.follows_numbers = recording._recordings.follows_tools = False
+    rng, rendered = random.Random(name), 0
+    often = random_tool(rng)
+    for number in range(24):
+        tools = (often,) if number % 2 else tuple(random_tool(rng) for _ in range(rng.randrange(1, 3)))
+        call = ToolCall(
+            name="find", arguments={"n": rng.randrange(-99, 10**6), "x": rng.random(), "of": [number, {"a": 0}]}
+        )
+        row = conversation(user("How?"), assistant(call), message("tool", "7"), assistant("Seven."), tools=tools)
+        expected = outcome(recording, row)
+        assert outcome(following, row) == expected
+        rendered += not isinstance(expected, str)
+    assert rendered == 24
 
 
 @pytest.mark.parametrize("name", ["embedded", "looks at the last one", "strips what it joined"])
