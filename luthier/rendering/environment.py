@@ -263,6 +263,8 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., obje
 @pass_environment
 def _attr(environment: Environment, value: object, name: object) -> object:
     pin(name)
+    if isinstance(value, Followed):
+        value._use()
     return jinja_filters.do_attr(environment, value, str.__str__(name))
 
 
@@ -437,8 +439,14 @@ class TrackingEnvironment(Sandbox):
             refuse(f"calling {getattr(obj, '__name__', type(obj).__name__)} with text of the row")
         return self.own(super().call(context, obj, *args, **kwargs))
 
+    def getattr(self, obj: object, attribute: str) -> object:
+        """``obj.attribute``."""
+        return obj._use() if isinstance(obj, Followed) else super().getattr(obj, attribute)
+
     def getitem(self, obj: object, argument: object) -> object:
         """``obj[argument]``. Where a row's text is looked up, it is pinned."""
+        if isinstance(obj, Followed):
+            obj._use()
         if isinstance(argument, Tracked):
             pin(argument)
             argument = argument if isinstance(obj, dict) else str.__str__(argument)

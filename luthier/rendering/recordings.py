@@ -136,6 +136,8 @@ class RowHistory:
             reference = self.recordings.alphabet.reference(recording.sketch[position])
             if not isinstance(reference, text_references.Slot):
                 continue
+            if reference.number < 0:  # a tool, which may have no words
+                return True
             in_call = recording.owner(position).field == "tool_calls"
             if not all(_keeps_words(operation, in_call) for operation in reference.operations):
                 return True

@@ -15,6 +15,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, NamedTuple, TypeGuard
@@ -26,6 +27,8 @@ from luthier.records import Message, Text, Thinking, ToolCall
 
 FIRST_CHAR = 0xF0000  # the private planes 15 and 16
 LAST_CHAR = 0x10FFFF
+LONGEST_TOOLS = 100_000  # characters; the meters of templates look at longer ones in each row
+DEEPEST_TOOL = 100
 MOST_BITS = 10_000  # Python writes no whole number of more than 4,300 digits
 
 Operation = tuple[Any, ...]  # a name of OPERATIONS and its further arguments
@@ -63,18 +66,25 @@ class NumberText(str):
 
 
 def tool_texts(tools: Sequence[Mapping[str, object]]) -> list[str] | None:
-    """Tools as JSON, the last one first, so that each can be read back; None if one of them cannot."""
-    return [json.dumps(tool, ensure_ascii=False) for tool in reversed(tools)] if all(map(_is_json, tools)) else None
+    """Tools as JSON, the last one first; None if one of them is no dict that could be read back, or is too long."""
+    if not all(isinstance(tool, dict) and _is_json(tool) for tool in tools):
+        return None
+    texts = [json.dumps(tool, ensure_ascii=False) for tool in reversed(tools)]
+    return texts if sum(map(len, texts)) <= LONGEST_TOOLS else None
 
 
-def _is_json(value: object) -> bool:
+def _is_json(value: object, depth: int = 0) -> bool:
     match value:
+        case str() | bool() | None:
+            return True
+        case _ if depth > DEEPEST_TOOL:
+            return False
         case dict():
-            return all(type(key) is str for key in value) and all(map(_is_json, value.values()))
+            return all(type(key) is str for key in value) and all(_is_json(item, depth + 1) for item in value.values())
         case list():
-            return all(map(_is_json, value))
+            return all(_is_json(item, depth + 1) for item in value)
         case _:
-            return value is None or isinstance(value, str | bool) or is_number(value)
+            return is_number(value)
 
 
 def rewritten(text: str, ensure_ascii: bool, step: str | None, item: str, key: str, newline: str) -> str:
@@ -301,9 +311,17 @@ def message_shape(message: Message, *, has_numbers: bool = True) -> MessageShape
     )
 
 
-def tools_shape(tools: Sequence[Mapping[str, object]]) -> bytes:
+def tools_shape(tools: Sequence[Mapping[str, object]]) -> Hashable:
     """Tools that are the same for many rows: all of them is shape."""
-    return msgspec.json.encode(list(tools)) if tools else b""
+    if not tools:
+        return b""
+    with suppress(UnicodeEncodeError):  # half of a pair of surrogates
+        if all(map(_is_json, tools)):
+            return msgspec.json.encode(list(tools))
+    try:
+        return repr(tools)  # which tells NaN from null, and 1 from "1" as a key
+    except RecursionError:  # such a row is refused
+        return None
 
 
 def _part_shape(part: object, has_numbers: bool) -> Hashable:

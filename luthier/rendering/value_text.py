@@ -150,6 +150,10 @@ class _Writer:
                 tracked.append(row_text("".join(run), self.owner, self.trace))
         return concatenate(tracked, self.trace)
 
+    def number(self, number: FollowedNumber) -> Tracked:
+        """A number, which belongs to whom the value belongs to."""
+        return Tracked(str.__str__(number.text), number.text._sketch, self.owner, self.trace)
+
     def quoted(self, text: str, quote: str, operation: tuple[object, ...]) -> Iterator[str]:
         """A string between quotes, each of its characters escaped as ``operation`` does it."""
         own = traced(text, self.trace)
@@ -182,8 +186,8 @@ class _ReprWriter(_Writer):
                     yield from self._comma(index)
                     yield from self.write(item)
                 yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
-            case Followed():
-                yield text_of(value, self.trace)
+            case FollowedNumber():
+                yield self.number(value)
             case None | bool() | int() | float() | complex() | range() | Undefined() | RowNone():
                 yield repr(value)
             case _:
@@ -223,14 +227,14 @@ class _JsonWriter(_Writer):
             case list() | tuple() if value:
                 yield from self._block("[]", newline, ((None, item) for item in value))
             case FollowedNumber():
-                yield value.text
+                yield self.number(value)
             case FollowedTool():
                 yield self._rewritten(value, newline)
             case _:
                 yield json.dumps(unmarked(value), ensure_ascii=self.ensure_ascii)
 
     def _rewritten(self, tool: FollowedTool, newline: str) -> Tracked:
-        if self.sort:
+        if self.sort or tool.owner != self.owner:
             tool._use()
         style = (self.ensure_ascii, self.step, self.item, self.key)
         if style == (False, None, ", ", ": "):

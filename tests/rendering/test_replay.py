@@ -296,6 +296,8 @@ READING = [
         "tools[0] is defined and tools[0].missing is defined",
         "tools[0] | list",
     ),
+    *("tools[0].owner is defined", "tools[0].text is mapping", "tools | map(attribute='sample') | first is string"),
+    *("tools[0] | attr('owner') is defined", "'{0.text}'.format(tools[0])", "tools[0]._use is defined"),
     *("tools | string", "tools | join", "'%s' % tools[0]", "dict(tools[0], x=1) | tojson", "tools[0] | tojson | upper"),
 ]
 
@@ -346,6 +348,41 @@ def test_rows_are_the_same_whether_their_tools_and_numbers_are_followed_or_not(n
         assert outcome(following, row) == expected
         rendered += not isinstance(expected, str)
     assert rendered == 24
+
+
+IN_ANSWERS = {
+    "numbers in a list of calls": "{{ m.tool_calls | tojson }}",
+    "numbers in a message": "{{ m | tojson }}",
+    "numbers beside the text of another message": "{{ {'u': messages[0].content, 'n': n} | tojson }}",
+    "tools": "{{ tools | tojson }}{{ m.content }}",
+    "tools beside a message": "{{ [m, tools] | tojson }}",
+}
+
+
+@pytest.mark.parametrize("name", IN_ANSWERS)
+def test_what_is_followed_belongs_to_whom_it_belongs_otherwise(name: str) -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.tool_calls %}{% set n = m.tool_calls[0].function.arguments.n %}" + IN_ANSWERS[name] + "{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    following, recording = (Renderer(template, CONTROL, TargetPolicy()) for _ in range(2))
+    recording._recordings.follows_numbers = recording._recordings.follows_tools = False
+    found: list[dict[str, object]] = [{"type": "function", "function": {"name": "find"}}, {}, {}, {"n": 1}, {"x": {}}]
+    for number, tool in enumerate(found):
+        calls = ToolCall(name="find", arguments={"n": number}), ToolCall(name="look", arguments={"n": 7}, train=False)
+        row = conversation(user("How?"), assistant("So", *calls), tools=(tool,))
+        assert outcome(following, row) == outcome(recording, row)
+
+
+def test_tools_that_json_does_not_tell_apart_are_of_two_shapes() -> None:
+    odd = [None, float("nan"), float("inf"), (1,), [1], {1: 2}, {"1": 2}, {True: 1}, "\ud800", [[[[]]]], 1, 1.0, True]
+    one = renderer("{{ tools | tojson }}" + CHATML)
+    for value in odd + odd[::-1]:
+        row = conversation(user("How?"), assistant("So."), tools=({"x": value},))
+        (path,) = one.render(row).paths
+        printed = "".join(getattr(piece, "text", "") or getattr(piece, "token", "") for piece in path)
+        assert printed == one.template.render(row.messages, row.tools)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["embedded", "looks at the last one", "strips what it joined"])
