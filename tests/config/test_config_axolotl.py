@@ -132,6 +132,8 @@ def test_their_defaults_are_written_out() -> None:
     ("adapter: lora\npeft: {loftq_config: {loftq_bits: 4}}\n", "adapter.init_lora_weights", "loftq"),
     ("adapter: qlora\nload_in_4bit: true\nfsdp: [full_shard]\n", "runtime.sharding", "fsdp"),
     ("adapter: lora\nload_in_8bit: true\nfsdp: [full_shard]\n", "runtime.sharding", "none"),
+    ("adapter: lora\nload_in_8bit: true\nsample_packing: true\n", "train.packing", "none"),
+    ("adapter: qlora\nload_in_4bit: true\nsample_packing: true\n", "train.packing", "window"),
     ("adapter: qlora\nload_in_4bit: true\nbnb_config_kwargs: {bnb_4bit_use_double_quant: false}\n",
      "model.quantization.double_quantization", False),
     ("model_quantization_config: Mxfp4Config\nmodel_quantization_config_kwargs: {dequantize: true}\n",
@@ -382,19 +384,35 @@ def overrides_for(folder: Path, data: Path) -> list[str]:
 TURNS = {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]}
 
 
+ON_A_CPU = ["optimizer=adamw_torch", "fp16=false", "float16=false", "bf16=true"]  # in place of what needs a GPU
+TRAINED = {
+    "alpaca_en_demo.json": [
+        "archived/code-llama/7b/lora.yml", "archived/code-llama/34b/lora.yml", "archived/openllama-3b/lora.yml",
+        "archived/qwen/lora.yml", "archived/qwen/qwen2-moe-lora.yaml", "archived/tiny-llama/lora.yml",
+        "archived/tiny-llama/qlora.yml", "archived/yi-34B-chat/qlora.yml", "archived/gptj/qlora.yml",
+        "archived/starcoder2/qlora.yml", "archived/stablelm-2/1.6b/fft.yml", "archived/pythia-12b/config.yml",
+        "archived/redpajama/config-3b.yml", "archived/mpt-7b/config.yml", "archived/falcon/config-7b.yml",
+    ],
+    "turns": [
+        "gemma2/qlora.yml", "gemma3/gemma-3-1b-qlora.yml", "gemma3/gemma-3-4b-qlora.yml", "eaft/eaft-example.yml",
+    ],
+    "messages": ["deepcogito/cogito-v1-preview-llama-3B-lora.yml"],
+}  # fmt: skip
+MESSAGES = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+
+
 @pytest.mark.shared
-@pytest.mark.parametrize(("name", "data", "more"), [
-    ("archived/tiny-llama/lora.yml", "alpaca_en_demo.json", ["load_in_8bit=false"]),
-    ("archived/starcoder2/qlora.yml", "alpaca_en_demo.json", ["optimizer=adamw_torch"]),
-    ("gemma3/gemma-3-4b-qlora.yml", None, ["load_in_4bit=false", "adapter=lora", "optimizer=adamw_torch"]),
-])  # fmt: skip
-def test_example_files_train(shared: Path, tmp_path: Path, name: str, data: str | None, more: list[str]) -> None:
+@pytest.mark.parametrize(("name", "data"), [(name, data) for data, names in TRAINED.items() for name in names])
+def test_example_files_train(shared: Path, tmp_path: Path, name: str, data: str) -> None:
+    """Twenty of them, as they are but for the model, the rows and what needs a GPU: quantized bases stay quantized."""
     from luthier.library import train
 
-    (tmp_path / "turns.jsonl").write_text(f"{json.dumps(TURNS)}\n" * 8, encoding="utf-8")
-    rows = tmp_path / "turns.jsonl" if data is None else shared / "data" / "demo" / data
+    row = MESSAGES if data == "messages" else TURNS
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8, encoding="utf-8")
+    rows = shared / "data" / "demo" / data if data.endswith(".json") else tmp_path / "rows.jsonl"
+    more = ["wandb_project=null", "warmup_steps=0", *ON_A_CPU]
     result = train(examples(shared)[name], overrides=[*overrides_for(tmp_path, rows), *more])
-    assert result.exit_code == 0 and len(result.steps) == 2
+    assert result.exit_code == 0 and result.steps[-1].step == 2
 
 
 PAIRS = {"question": "What is 2 + 2?", "system": "Be brief.", "chosen": "4", "rejected": "5"}

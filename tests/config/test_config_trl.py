@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -392,20 +393,43 @@ def test_example_files_are_translated(path: Path) -> None:
     assert load_config_text(imported, "run.yaml", check_paths=False) == draft.config
 
 
-@pytest.mark.parametrize(("name", "rows"), [
-    ("sft_full", [MESSAGES] * 4), ("sft_lora", [PAIR] * 4), ("dpo_lora", [PREFERENCE] * 4), ("kto", VERDICTS * 2),
-    ("reward", [PREFERENCE] * 4),
+SEEN = {"images": ["seen.png"], "messages": [{"role": "user", "content": [{"type": "image"},
+        {"type": "text", "text": "What is it?"}]}, {"role": "assistant", "content": "Grey."}]}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "rows", "more"), [
+    ("sft_full", [MESSAGES] * 4, []),
+    ("sft_lora", [PAIR] * 4, []),
+    ("sft_assistant_only", [MESSAGES] * 4, []),
+    ("sft_packing", [{**TALK_PAIR, "prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(8)],
+     ["use_liger_kernel=false"]),
+    ("sft_qlora", [{"text": "The red planet is Mars."}] * 4, ["optim=adamw_torch", "attn_implementation=sdpa"]),
+    ("sft_vision", [SEEN] * 4, ["model_name_or_path=preset:tiny-qwen3-vl"]),
+    ("dpo_lora", [PREFERENCE] * 4, []),
+    ("dpo_full", [PREFERENCE] * 4, []),
+    ("kto", VERDICTS * 2, []),
+    ("reward", [PREFERENCE] * 4, []),
 ])  # fmt: skip
-def test_example_files_train(tmp_path: Path, name: str, rows: list[Mapping[str, object]]) -> None:
+def test_example_files_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rows: list[Mapping[str, object]], more: list[str]
+) -> None:
+    """All ten, as they are but for the model, the rows and what needs a GPU."""
+    from PIL import Image
+
     from luthier.library import train
 
     for split in ("train", "test"):
         rows_file(tmp_path / "rows", *rows, name=f"{split}.jsonl")
+    Image.new("RGB", (64, 64), "grey").save(tmp_path / "rows" / "seen.png")
+    shutil.copyfile(tokenizer_folder("tiny") / "chat_template.jinja", tmp_path / "chat.jinja")
+    monkeypatch.chdir(tmp_path)
+    places = ["datasets[0].path", "datasets[1].path"] if name == "sft_packing" else ["dataset_name"]
+    model = [] if any(each.startswith("model_name") for each in more) else ["model_name_or_path=preset:tiny-qwen3"]
     result = train(Path(__file__).parent / "trl" / f"{name}.yaml", overrides=[
-        f"objective.name={name.partition('_')[0]}", "model_name_or_path=preset:tiny-qwen3",
-        f"dataset_name={tmp_path / 'rows'}", f"output_dir={tmp_path / 'out'}", "max_steps=2",
-        "per_device_train_batch_size=2", "gradient_accumulation_steps=1", "logging_steps=1", "eval_strategy=no",
-        "warmup_steps=0", f"data.store={tmp_path / 'store'}", "tracking.progress=false",
+        f"objective.name={name.partition('_')[0]}", *model, *(f"{place}={tmp_path / 'rows'}" for place in places),
+        f"output_dir={tmp_path / 'out'}", "max_steps=2", "per_device_train_batch_size=2",
+        "gradient_accumulation_steps=1", "logging_steps=1", "eval_strategy=no", "warmup_steps=0",
+        f"data.store={tmp_path / 'store'}", "tracking.progress=false", *more,
     ])  # fmt: skip
     assert result.exit_code == 0 and len(result.steps) == 2
 

@@ -128,6 +128,9 @@ HERE = [name for name in OPTIMIZERS if name not in ELSEWHERE | ON_GPU_ALONE]
 FAST = {"sgd": 0.5, "lomo": 0.5, "schedule_free_sgd": 2.0, "adagrad": 1e-2, "adalomo": 1e-1}
 LORA: dict[str, Any] = {"adapter__type": "lora", "adapter__r": 4}
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+MOE: dict[str, Any] = {
+    "model__name_or_path": "qwen3_moe", "model__random_init": True, "model__config_overrides": {},
+}  # fmt: skip
 BASES = [each for each in QuantizationType if each not in (QuantizationType.NONE, QuantizationType.TORCHAO_INT4)]
 METHOD_OF: dict[str, dict[str, Any]] = {
     "oft": {"adapter__type": "oft", "adapter__oft_block_size": 8},
@@ -144,10 +147,12 @@ METHODS: dict[str, dict[str, Any]] = {
        for way in ("pissa", "olora", "orthogonal", "gaussian", "eva", "corda", "lora_ga")},
     "`adapter.loraplus_lr_ratio`": {**LORA, "adapter__loraplus_lr_ratio": 8.0},
     "`adapter.rank_pattern`": {**LORA, "adapter__rank_pattern": {"q_proj": 8}},
-    "`adapter.target_parameters`": {
-        **LORA, "model__name_or_path": "qwen3_moe", "model__random_init": True, "model__config_overrides": {},
-        "adapter__target_parameters": EXPERTS,
-    },
+    "`adapter.alpha_pattern`": {**LORA, "adapter__alpha_pattern": {"q_proj": 32}},
+    "`adapter.target_parameters`": {**LORA, **MOE, "adapter__target_parameters": EXPERTS},
+    "`adapter.train_routers: false`": {**MOE, "adapter__train_routers": False},
+    "`train.router_aux_loss_coef`": {**MOE, "train__router_aux_loss_coef": 0.01},
+    **{f"`model.experts_implementation: {way}`": {**MOE, "model__experts_implementation": way}
+       for way in ("eager", "batched_mm", "grouped_mm")},
     "`adapter.modules_to_save`": {**LORA, "adapter__modules_to_save": ["embed_tokens"]},
     **{f"`adapter.type: {kind}`": METHOD_OF[kind] for kind in METHOD_OF},
     **{f"`model.quantization: {how}`": {**LORA, "model__quantization": how.value} for how in BASES},
@@ -159,6 +164,7 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "`train.layer_decay`": {"train__layer_decay": 0.8},
     "`train.learning_rates`": {"train__learning_rates": {"embedding": 1e-3}},
+    "`train.learning_rates`, of routers": {**MOE, "train__learning_rates": {"router": 1e-3}},
     "`train.offload`": {"train__offload": ["optimizer", "activations"]},
     **{f"`train.optim: {name}`": {"train__optim": name, "train__learning_rate": FAST.get(name, 1e-2)} for name in HERE},
 }  # fmt: skip
@@ -193,6 +199,7 @@ def _methods_table() -> str:
     lines += [f"| `train.optim: {name}` | not tried: it needs a GPU |" for name in sorted(ON_GPU_ALONE)]
     for name in sorted(ELSEWHERE):
         lines.append(f"| `train.optim: {name}` | not tried: it needs {OPTIMIZERS[name].needs[0][1]} |")
+    lines.append("| models that come in GPTQ or AWQ | not tried: they need gptqmodel and optimum |")
     return "\n".join(lines)
 
 

@@ -155,7 +155,7 @@ class Peer:
         else:
             for key in [key for key in reading.entries if key not in reading.read]:
                 read_one(reading, key)
-            fit_sharing(reading)
+            fit_together(reading)
             _outside(reading)
             reading.tell_apart()
         return Translation(
@@ -440,12 +440,18 @@ def read_sharing(reading: Translator) -> None:
 _OF_WHOLE = re.compile(r"(paged_)?adamw?_(bnb_|torch_)?(8bit|4bit|32bit)")  # optimizers of whole weights
 
 
-def fit_sharing(reading: Translator) -> None:
-    """What goes with shares of weights: bases in 4 bits, and an Adam of 32 bits. The rest is whole on each device."""
+def fit_together(reading: Translator) -> None:
+    """Leave out what does not go together here: packed rows beside weights in int8, which would make a row's numbers
+    depend on its neighbours; and shares of weights that are in 8 bits, or beside an Adam of 8 bits."""
     run: Any = plain(reading.tree)
+    train = run.get("train", {})
+    kind, optim = run.get("model", {}).get("quantization", {}).get("type"), train.get("optim")
+    if kind == "int8" and train.get("packing") in ("window", "best_fit"):
+        of = reading.origins["train.packing"]
+        reading.set("train.packing", "none", of)
+        reading.told.append(f"{of}: rows are padded, not packed: in int8 a row's numbers depend on its neighbours")
     if run.get("runtime", {}).get("sharding") != "fsdp":
         return
-    kind, optim = run.get("model", {}).get("quantization", {}).get("type"), run.get("train", {}).get("optim")
     if kind not in (None, "none", "nf4", "fp4"):
         of = reading.origins["runtime.sharding"]
         reading.set("runtime.sharding", "none", of)
