@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from luthier.records import Conversation, Message, Text, Thinking
 from luthier.rendering import text_references
@@ -25,6 +25,19 @@ KEEPING = frozenset(
 )  # operations that leave something of any text but white space
 
 
+class RowTools(NamedTuple):
+    """A row's tools as its shape has them: all of them, or how many they are where they are followed.
+
+    Then ``texts`` are they as JSON, the last one first, which stand behind the row's strings.
+    """
+
+    shape: Hashable = b""
+    texts: Sequence[str] = ()
+
+
+NO_TOOLS = RowTools()
+
+
 @dataclass(slots=True, eq=False)
 class RowHistory:
     """One row before its template: its shape, its strings, and what was asked about them so far."""
@@ -41,7 +54,7 @@ class RowHistory:
     prefixes: Prefixes | None = None
     offsets: list[int] = field(default_factory=list)  # the number of each message's first string
     has_media: bool = False
-    tool_texts: Sequence[str] = ()  # of its tools, where these are followed: the last of its strings
+    tools: RowTools = NO_TOOLS
 
     def __post_init__(self) -> None:
         if self.offsets:
@@ -85,7 +98,7 @@ class RowHistory:
         """The recording of a short conversation: the first ``head`` messages and ``messages[start:end]``."""
         messages = (*self.row.messages[:head], *self.row.messages[start:end])
         own = slice(0, self.offsets[head]), slice(self.offsets[start], self.offsets[end])
-        strings = [*self.strings[own[0]], *self.strings[own[1]], *self.tool_texts]
+        strings = [*self.strings[own[0]], *self.strings[own[1]], *self.tools.texts]
         shapes = (*self.shapes[:head], *self.shapes[start:end])
         skipped = self.offsets[start] - self.offsets[head]
         short = RowHistory(
@@ -97,7 +110,7 @@ class RowHistory:
             joins=False,
             written=self.written,
             offsets=[*self.offsets[:head], *(each - skipped for each in self.offsets[start : end + 1])],
-            tool_texts=self.tool_texts,
+            tools=self.tools,
         )
         return short._recorded(len(messages), generation_prompt, kwargs)
 
@@ -174,8 +187,7 @@ class RowHistory:
         kwargs: Mapping[str, object],
         num_own: int | None = None,
     ) -> Recording:
-        tools = len(self.tool_texts) or text_references.tools_shape(self.row.tools)
-        full_key = (key, tools, tuple(sorted(kwargs.items())))
+        full_key = (key, self.tools.shape, tuple(sorted(kwargs.items())))
         variants = self.recordings.known.setdefault(full_key, [])  # which differ in their guards
         recording = next((known for known in variants if self._fits(known)), None)
         if recording is None:
@@ -198,7 +210,7 @@ class RowHistory:
         if self.given is None:
             follows = self.recordings.follows_numbers
             trace = Trace(alphabet=self.recordings.alphabet, written=self.written, follows_numbers=follows)
-            trace.tool_texts = self.tool_texts
+            trace.tool_texts = self.tools.texts
             self.given = self.template.given(self.row.messages, self.row.tools, trace)
         return self.given
 
@@ -227,15 +239,19 @@ class Recordings:
         """Whether there are numbers among some strings, and they are followed."""
         return self.follows_numbers and any(isinstance(each, text_references.NumberText) for each in strings)
 
-    def texts_of_tools(self, tools: Sequence[Mapping[str, object]]) -> list[str]:
-        """Tools as JSON, the last one first, where they are followed."""
-        if not tools or not self.follows_tools:
-            return []
-        shape = hash(text_references.tools_shape(tools))
-        if len(self.seen) >= MOST_SEEN and shape not in self.seen:
+    def tools_of(self, tools: Sequence[Mapping[str, object]]) -> RowTools:
+        """What a row's tools are to its shape."""
+        if not tools:
+            return NO_TOOLS
+        shape = text_references.tools_shape(tools)
+        if not self.follows_tools:
+            return RowTools(shape)
+        number = hash(shape)  # a few bytes instead of all tools
+        if len(self.seen) >= MOST_SEEN and number not in self.seen:
             self.seen.clear()
-        self.seen[shape] += 1
-        return [] if self.seen[shape] > MOST_ALIKE else text_references.tool_texts(tools) or []
+        self.seen[number] += 1
+        texts = text_references.tool_texts(tools) if self.seen[number] <= MOST_ALIKE else None
+        return RowTools(shape) if texts is None else RowTools(len(texts), texts)
 
     def anew(self) -> Recordings:
         """None of them, and what is known of the template."""

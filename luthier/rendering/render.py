@@ -40,7 +40,7 @@ from luthier.rendering.recordings import Recordings, RowHistory, unshared
 from luthier.rendering.substitution import other_strings
 from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns
 from luthier.rendering.template import ChatTemplate
-from luthier.rendering.text_references import AlphabetFull, MessageShape, Slot, exchanged, message_shape, tools_shape
+from luthier.rendering.text_references import AlphabetFull, Slot, exchanged, message_shape
 from luthier.rendering.trained_turns import known_tags, notation_of
 from luthier.writing import counted
 
@@ -155,9 +155,9 @@ class Renderer:
         strings = [string for message in row.messages for string in message_strings(message)]
         media = media_of(row.messages)
         ends = row.continue_final_message, row.add_generation_prompt
-        tool_texts = recordings.texts_of_tools(row.tools)
-        all_strings, tools = [*strings, *tool_texts], len(tool_texts) or tools_shape(row.tools)
-        variants = self._known((row.train_on, row.weight, *ends, shapes, tools))
+        tools = recordings.tools_of(row.tools)
+        all_strings = [*strings, *tools.texts]
+        variants = self._known((row.train_on, row.weight, *ends, shapes, tools.shape))
         for known in variants:
             values = known.blueprint.values(all_strings)
             if known.blueprint.fits(values) and self._agrees(known, row, template, all_strings):
@@ -168,10 +168,11 @@ class Renderer:
                     self._require_answers(known, row, template, values)
                 return self._filled(known.blueprint, strings, row=row, media=media, values=values)
         try:
-            known = self._build(row, template, shapes, all_strings, tool_texts)
-            self._require_shape(known, row, template, strings, tool_texts)
+            history = partial(RowHistory, template, row, shapes, all_strings, self._recordings, tools=tools)
+            known = self._build(row, history)
+            self._require_shape(known, row, template, strings, tools.texts)
         except RowError as error:
-            if tool_texts:
+            if tools.texts:
                 return self._not_following("follows_tools", row, template)
             if recordings.follows_numbers_of(strings):
                 return self._not_following("follows_numbers", row, template)
@@ -270,14 +271,7 @@ class Renderer:
             self._opens_thought = ending_of(prompt, known_tags(template.literals, self.control)).is_open
         return self._opens_thought
 
-    def _build(
-        self,
-        row: records.Conversation,
-        template: ChatTemplate,
-        shapes: tuple[MessageShape, ...],
-        strings: list[str],
-        tool_texts: list[str],
-    ) -> _CachedBlueprint:
+    def _build(self, row: records.Conversation, history: Callable[..., RowHistory]) -> _CachedBlueprint:
         train_on = TrainOn(row.train_on) if row.train_on is not None else self.policy.train_on
         turns = trained_turns(row, train_on)
         weights = Weights(row.messages, self.policy, train_on=train_on, weight=row.weight)
@@ -286,12 +280,11 @@ class Renderer:
                 raise RowError("blank_answer", "the answer is blank, and nothing else of this row is trained")
             raise RowDropped("no_target", other_rows.nothing_learned(row, train_on))
         _refuse_too_many(row, max(1, len(turns)), self.policy.history)
-        make = partial(RowHistory, template, row, shapes, strings, self._recordings, tool_texts=tool_texts)
         with uncollected() if len(row.messages) > LONG else nullcontext():
             try:
-                return self._made(make(), turns, weights)
+                return self._made(history(), turns, weights)
             except NotLocal:
-                return self._made(make(joins=False), turns, weights)
+                return self._made(history(joins=False), turns, weights)
 
     def _made(self, history: RowHistory, turns: list[int], weights: Weights) -> _CachedBlueprint:
         row, template = history.row, history.template

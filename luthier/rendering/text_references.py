@@ -15,7 +15,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, NamedTuple, TypeGuard
@@ -312,14 +311,13 @@ def message_shape(message: Message, *, has_numbers: bool = True) -> MessageShape
 
 
 def tools_shape(tools: Sequence[Mapping[str, object]]) -> Hashable:
-    """Tools that are the same for many rows: all of them is shape."""
-    if not tools:
-        return b""
-    with suppress(UnicodeEncodeError):  # half of a pair of surrogates
-        if all(map(_is_json, tools)):
-            return msgspec.json.encode(list(tools))
+    """Tools that are the same for many rows: all of them is shape. A tuple counts as the list that JSON makes of it."""
     try:
-        return repr(tools)  # which tells NaN from null, and 1 from "1" as a key
+        return msgspec.msgpack.encode(tools) if tools else b""  # unlike JSON it tells NaN from null, and 1 from "1"
+    except (UnicodeEncodeError, OverflowError, TypeError, RecursionError):  # half of a pair of surrogates, a key `true`
+        pass
+    try:
+        return repr(tools)
     except RecursionError:  # such a row is refused
         return None
 

@@ -17,13 +17,14 @@ from luthier.config.choices import HistoryRendering, TrainOn
 from luthier.errors import RowError, TemplateError
 from luthier.presets import tokenizer_folder
 from luthier.presets.named_templates import named_template, named_templates, stop_tokens
-from luthier.records import Conversation, Message, Text, Thinking, ToolCall
+from luthier.records import Conversation, Message, Piece, Text, TextPiece, Thinking, ToolCall
 from luthier.rendering.blueprint import build_blueprint
 from luthier.rendering.messages import ControlTokens
 from luthier.rendering.paths import cut_paths
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy, Weights
 from luthier.rendering.template import ChatTemplate
+from luthier.rendering.text_references import Slot
 from tests.conftest import reason_is
 
 # Templates that look at content in every way that stock templates do.
@@ -223,12 +224,36 @@ ASKING = [
 ]
 
 
+def is_followed(template: ChatTemplate, rows: list[Conversation], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the template is recorded for the first row alone. Each row that is rendered must be what it prints."""
+    recorded, record = [], ChatTemplate.record
+    monkeypatch.setattr(ChatTemplate, "record", lambda *args, **kwargs: recorded.append(1) or record(*args, **kwargs))
+    one, counts = Renderer(template, CONTROL, TargetPolicy(train_on=TrainOn.LAST_ASSISTANT)), []
+    for row in rows:
+        before = len(recorded)
+        try:
+            expected = template.render(row.messages, row.tools)
+        except RowError as error:
+            assert outcome(one, row) == error.reason
+            continue
+        try:
+            (path,) = one.render(row).paths
+        except RowError as error:  # printed in a way that can be followed in no row
+            assert error.reason == "untraceable"
+            continue
+        assert printed(path) == expected
+        counts.append(len(recorded) - before)
+    return len(counts) == len(rows) and not any(counts[1:])
+
+
+def printed(path: tuple[Piece, ...]) -> str:
+    return "".join(piece.text if isinstance(piece, TextPiece) else piece.token for piece in path)
+
+
 @pytest.mark.parametrize("expression", PRINTING + ASKING)
 def test_numbers_of_calls_are_followed_unless_the_template_asks_which_they_are(
     expression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded, record = [], ChatTemplate.record
-    monkeypatch.setattr(ChatTemplate, "record", lambda *args, **kwargs: recorded.append(1) or record(*args, **kwargs))
     template = ChatTemplate(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}"
         "{% set f = m.tool_calls[0].function.arguments %}"
@@ -236,22 +261,12 @@ def test_numbers_of_calls_are_followed_unless_the_template_asks_which_they_are(
         "{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    one = Renderer(template, CONTROL, TargetPolicy(train_on=TrainOn.LAST_ASSISTANT))
-    counts = []
+    rows = []
     numbers = [(4, 2.5), (3, 0.0), (2, -1e-7), (1, 1e22), (0, 3.0), (11, -2.25), (-12, 10.0), (4003, 0.1)]
     for n, x in numbers:
         call = ToolCall(name="find", arguments={"n": n, "x": x, "of": [n, 2, 7], "deep": {"is": True, "none": None}})
-        row = conversation(user("How many?"), assistant(call), message("tool", "7"), assistant("Seven."))
-        before = len(recorded)
-        try:
-            expected = template.render(row.messages)
-        except RowError as error:
-            assert outcome(one, row) == error.reason
-            continue
-        (path,) = one.render(row).paths
-        assert "".join(getattr(piece, "text", "") or getattr(piece, "token", "") for piece in path) == expected
-        counts.append(len(recorded) - before)
-    assert (sum(counts[1:]) == 0) == (expression in PRINTING)
+        rows.append(conversation(user("How many?"), assistant(call), message("tool", "7"), assistant("Seven.")))
+    assert is_followed(template, rows, monkeypatch) == (expression in PRINTING)
 
 
 def random_tool(rng: random.Random) -> dict[str, object]:
@@ -306,26 +321,10 @@ READING = [
 def test_tools_are_followed_unless_the_template_looks_into_them(
     expression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded, record = [], ChatTemplate.record
-    monkeypatch.setattr(ChatTemplate, "record", lambda *args, **kwargs: recorded.append(1) or record(*args, **kwargs))
-    template = ChatTemplate(f"<|im_start|>system\n{{{{ {expression} }}}}<|im_end|>\n{CHATML}")
-    one, rng, counts = Renderer(template, CONTROL, TargetPolicy()), random.Random(1), []
-    for _ in range(8):
-        row = conversation(user("How?"), assistant("So."), tools=(random_tool(rng), random_tool(rng)))
-        before = len(recorded)
-        try:
-            expected = template.render(row.messages, row.tools)
-        except RowError as error:
-            assert outcome(one, row) == error.reason
-            continue
-        try:
-            (path,) = one.render(row).paths
-        except RowError as error:  # printed in a way that is not followed in any row
-            assert error.reason == "untraceable" and expression in READING
-            continue
-        assert "".join(getattr(piece, "text", "") or getattr(piece, "token", "") for piece in path) == expected
-        counts.append(len(recorded) - before)
-    assert (sum(counts[1:]) == 0 < len(counts)) == (expression in WRITING)
+    template, rng = ChatTemplate(f"<|im_start|>system\n{{{{ {expression} }}}}<|im_end|>\n{CHATML}"), random.Random(1)
+    found = [(random_tool(rng), random_tool(rng)) for _ in range(8)]
+    rows = [conversation(user("How?"), assistant("So."), tools=tools) for tools in found]
+    assert is_followed(template, rows, monkeypatch) == (expression in WRITING)
 
 
 @pytest.mark.parametrize("name", [facts.name for facts in named_templates() if facts.tools])
@@ -375,14 +374,63 @@ def test_what_is_followed_belongs_to_whom_it_belongs_otherwise(name: str) -> Non
         assert outcome(following, row) == outcome(recording, row)
 
 
+def test_tools_in_an_answer_are_read_in_each_row() -> None:
+    one = renderer(CHATML.replace("message.content", "(tools | tojson ~ message.content)"))
+    found: list[dict[str, object]] = [{"name": "find"}, {}, {}, {"name": "find"}, {}]
+    rows = [conversation(user("How?"), assistant("So."), tools=(tool,)) for tool in found]
+    outcomes = [outcome(one, row) for row in rows]
+    assert [each == "words_added" for each in outcomes] == [True, False, False, True, False]
+
+
 def test_tools_that_json_does_not_tell_apart_are_of_two_shapes() -> None:
     odd = [None, float("nan"), float("inf"), (1,), [1], {1: 2}, {"1": 2}, {True: 1}, "\ud800", [[[[]]]], 1, 1.0, True]
-    one = renderer("{{ tools | tojson }}" + CHATML)
-    for value in odd + odd[::-1]:
+    template = ChatTemplate("{{ tools | tojson }}" + CHATML)
+    one = Renderer(template, CONTROL, TargetPolicy())
+    for value in [*odd, 2**70, *odd[::-1]]:
         row = conversation(user("How?"), assistant("So."), tools=({"x": value},))
         (path,) = one.render(row).paths
-        printed = "".join(getattr(piece, "text", "") or getattr(piece, "token", "") for piece in path)
-        assert printed == one.template.render(row.messages, row.tools)  # type: ignore[union-attr]
+        assert printed(path) == template.render(row.messages, row.tools)
+
+
+def nested(depth: int) -> dict[str, object]:
+    tool: dict[str, object] = {}
+    for _ in range(depth):
+        tool = {"of": tool}
+    return tool
+
+
+UNUSUAL_TOOLS: dict[str, object] = {
+    "is a list": ["a"],
+    "is a text": "a",
+    "is over the limit of a template": {"name": "x" * 3_000_000},
+    "is long": {"name": "x" * 200_000},
+    "is deep": nested(300),
+    "is too deep": nested(700),
+    "is far too deep": nested(3_000),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL_TOOLS)
+def test_an_unusual_tool_has_one_outcome_whatever_came_before(name: str) -> None:
+    template = ChatTemplate("{{ 'no' if tools[0] is mapping else 'yes' }}{{ tools | tojson }}" + CHATML)
+    usual, tool = {"type": "function", "function": {"name": "find"}}, UNUSUAL_TOOLS[name]
+    row = conversation(user("How?"), assistant("So."), tools=(tool,))  # type: ignore[arg-type]
+    alone, later = (Renderer(template, CONTROL, TargetPolicy()) for _ in range(2))
+    for _ in range(3):
+        later.render(conversation(user("How?"), assistant("So."), tools=(usual,)))
+    expected = outcome(alone, row)
+    assert [outcome(later, row) for _ in range(12)] == [expected] * 12
+    if "over" in name or "too" in name:
+        assert expected in ("template_limit", "template")
+    else:
+        assert printed(later.render(row).paths[0]) == template.render(row.messages, row.tools)
+
+
+def test_the_text_of_tools_that_many_rows_have_is_fixed() -> None:
+    one, tools = renderer("{{ tools | tojson }}" + CHATML), (random_tool(random.Random(1)),)
+    row = conversation(user("How?"), assistant("So."), tools=tools)
+    references = [one.fill(row).blueprint.references.values() for _ in range(12)]
+    assert [any(each == Slot(-1) for each in of_row) for of_row in references] == [True] * 8 + [False] * 4
 
 
 @pytest.mark.parametrize("name", ["embedded", "looks at the last one", "strips what it joined"])
