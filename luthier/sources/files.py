@@ -246,7 +246,7 @@ def _found_files(config: SourceConfig) -> tuple[DataFile, ...]:
 def _folder_files(folder: Path, config: SourceConfig) -> tuple[DataFile, ...]:
     """The files of a folder. ``default``, the subset of a data set of the Hub without others, is all of the folder."""
     root = folder
-    if config.subset is not None and not (config.subset == "default" and not (folder / "default").exists()):
+    if config.subset is not None and (config.subset != "default" or (folder / "default").exists()):
         root = folder / config.subset
         if not root.is_dir():
             raise SourceError(
