@@ -158,8 +158,8 @@ READING_FILTERS = frozenset("abs float int round wordcount".split())  # noqa: SI
 KIND_TESTS = frozenset(
     "boolean callable defined false filter float integer mapping none number string test true undefined".split()  # noqa: SIM905
 )
-# Those among them that ask for what a row's value may be in the guise of something else (`RowBool`, `Followed`).
-CONSTANT_TESTS = frozenset("boolean false float integer mapping none number string true".split())  # noqa: SIM905
+# Those among them that ask for the type of a value, which a row's does not show (`RowBool`, `RowNone`, `Followed`).
+TYPE_TESTS = frozenset("boolean false float integer mapping none number string true".split())  # noqa: SIM905
 # Tests that use operators and methods.
 MIRRORED_TESTS = frozenset(
     "== != > >= < <= eq equalto ne gt greaterthan ge lt lessthan le".split()  # noqa: SIM905
@@ -191,8 +191,8 @@ def restrict(environment: Environment, trace_of: Callable[[], Trace]) -> None:
             environment.filters[name] = _for_own_text(f"the filter {name!r}", function, trace_of)
     environment.filters |= _text_filters(trace_of)
     for name, function in list(environment.tests.items()):
-        if name in CONSTANT_TESTS:
-            environment.tests[name] = _seeing_constants(function)
+        if name in TYPE_TESTS:
+            environment.tests[name] = _of_type(function)
         elif name not in KIND_TESTS | MIRRORED_TESTS:
             environment.tests[name] = _pinning(function)
     environment.tests |= {"iterable": _is_iterable, "sequence": _is_sequence, "sameas": _is_same}
@@ -311,7 +311,7 @@ def _reading(function: Any, trace_of: Callable[[], Trace]) -> Callable[..., obje
     return number
 
 
-def _seeing_constants(function: Any) -> Callable[[object], bool]:
+def _of_type(function: Any) -> Callable[[object], bool]:
     return lambda value: bool(function(value.sample if isinstance(value, Followed) else unmarked(value)))
 
 

@@ -109,7 +109,7 @@ def _resume_auto(config: RunConfig, run: Path, report: Callable[[str], None]) ->
     if newest is None:
         raise CheckpointError(
             f"{run} holds a finished run and no checkpoint to go on from",
-            hint="choose another output.dir; to begin anew there, set output.overwrite: true",
+            hint="choose another output.dir; to begin anew in this one, set output.overwrite: true",
         )
     _check_resumable(newest)
     for key, there, here in longer:
@@ -167,7 +167,7 @@ def _refuse_existing(run: Path) -> None:
     if present:
         raise CheckpointError(
             f"output.resume is never, but {run} holds a run: {', '.join(present)}",
-            hint="choose another output.dir; to begin anew there, set output.overwrite: true",
+            hint="choose another output.dir; to begin anew in this one, set output.overwrite: true",
         )
 
 
@@ -186,7 +186,7 @@ def _read_run_config(run: Path) -> dict[str, object]:
     except CheckpointError as error:
         raise CheckpointError(
             f"{run} holds a run, but its {RUN_CONFIG} cannot be read: {error.message}",
-            hint="choose another output.dir; to begin anew there, set output.overwrite: true",
+            hint="choose another output.dir; to begin anew in this one, set output.overwrite: true",
         ) from error
 
 
