@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,19 +159,16 @@ class Assembler:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._assemblies: dict[tuple[Blueprint, tuple[str, ...]], _Assembly] = {}
+        # each is kept as long as its blueprint is: those of long rows take much memory, and no other row has them
+        self._assemblies: WeakKeyDictionary[Blueprint, dict[tuple[str, ...], _Assembly]] = WeakKeyDictionary()
+        self._num_made = 0
 
     def assemble(self, rows: Sequence[Filled]) -> list[Sample | RowError]:
         """One outcome per row, in order. Text that occurs several times is encoded once."""
         numbers: dict[str, int] = {}  # of the texts to encode
         drafts: list[_PendingSample] = []
         for row in rows:
-            key = row.blueprint, tuple(expansion.text for expansion in row.expansions)
-            assembly = self._assemblies.get(key)
-            if assembly is None:
-                if len(self._assemblies) >= (MOST_WITH_MEDIA if row.expansions else MOST_ASSEMBLIES):
-                    self._assemblies.clear()
-                assembly = self._assemblies[key] = _Assembly(*key, self.tokenizer)
+            assembly = self._assembly(row.blueprint, tuple(expansion.text for expansion in row.expansions))
             texts = [run.text(row.values) for run in assembly.texts]
             own = [numbers.setdefault(text, len(numbers)) for text in texts] if not row.allowed else []
             drafts.append(_PendingSample(row=row, assembly=assembly, texts=texts, numbers=own))
@@ -179,6 +177,17 @@ class Assembler:
         except BadTexts as error:
             return self._without_bad(drafts, error.errors)
         return [self._sample(draft, encoded) for draft in drafts]
+
+    def _assembly(self, blueprint: Blueprint, expansions: tuple[str, ...]) -> _Assembly:
+        known = self._assemblies.setdefault(blueprint, {})
+        if expansions not in known:
+            if self._num_made >= (MOST_WITH_MEDIA if expansions else MOST_ASSEMBLIES):
+                self._assemblies.clear()
+                self._num_made = 0
+            known = self._assemblies.setdefault(blueprint, {})
+            known[expansions] = _Assembly(blueprint, expansions, self.tokenizer)
+            self._num_made += 1
+        return known[expansions]
 
     def _without_bad(self, drafts: Sequence[_PendingSample], errors: Mapping[int, RowError]) -> list[Sample | RowError]:
         blame = [next((errors[number] for number in draft.numbers if number in errors), None) for draft in drafts]

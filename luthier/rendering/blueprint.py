@@ -81,7 +81,7 @@ class BranchPlan:
     runs: tuple[BlueprintRun, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
 class Blueprint:
     """``references`` by their characters; a row's values are their texts, in this order.
 

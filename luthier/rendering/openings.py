@@ -224,7 +224,7 @@ def spliced(*pieces: Stretched | tuple[str, Owner]) -> Recording:
             continue
         recording = piece.recording
         guards.update(dict.fromkeys(recording.guards))
-        own = recording.owners[piece.start : piece.end]
+        own = recording.owners_of(piece.start, piece.end)
         table = {}
         for char in set(own):
             owner = recording.owner_table[ord(char)]
@@ -234,15 +234,6 @@ def spliced(*pieces: Stretched | tuple[str, Owner]) -> Recording:
         sketches.append(recording.sketch[piece.start : piece.end])
         owners.append(own.translate(table))
     return Recording(sketch="".join(sketches), owners="".join(owners), owner_table=tuple(numbers), guards=tuple(guards))
-
-
-def common_length(one: str, other: str) -> int:
-    """How many characters two texts begin with in common."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-    return low
 
 
 def closings_of(opening: str) -> list[str]:

@@ -16,10 +16,10 @@ from luthier.errors import RowError
 from luthier.rendering import paths, trained_turns
 from luthier.rendering.blueprint import Filled, PreferenceData
 from luthier.rendering.messages import ControlTokens, MediaSlots, kind_of_media
-from luthier.rendering.openings import common_length
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.targets import closing_weight, part_weight
 from luthier.rendering.template import Recording
+from luthier.rendering.text_references import common_length
 
 # --------------------------------------------------------------------------------------------------------------------
 # Rows that are compared, as conversations of which only the continuation is learned.
@@ -327,7 +327,7 @@ def _thoughts_of_its_own_time(context: trained_turns.Context | None, message: re
     if not any(isinstance(part, records.Thinking) for part in message.parts):
         return set()
     recording = context.recording
-    owners = {recording.owner_table[ord(char)] for char in set(recording.owners[recording.shared :])}
+    owners = {recording.owner_table[ord(char)] for char in set(recording.owners)}
     printed = {owner.part for owner in owners if owner.message == index}
     return {
         number for number, part in enumerate(message.parts) if isinstance(part, records.Thinking) and number in printed

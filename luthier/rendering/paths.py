@@ -14,10 +14,10 @@ from luthier.errors import RowError
 from luthier.records import ControlPiece, MediaPiece, Message, Piece, Text, TextPiece, Thinking, ToolCall
 from luthier.rendering import trained_turns
 from luthier.rendering.messages import ControlTokens, is_media, place_media
-from luthier.rendering.openings import Stretched, common_length, spliced
+from luthier.rendering.openings import Stretched, spliced
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.template import Recording
-from luthier.rendering.text_references import is_reference
+from luthier.rendering.text_references import common_length, is_reference
 from luthier.rendering.trace import Guard, Owner, owner_runs
 
 
@@ -458,7 +458,7 @@ def _texts(
     recording: Recording, start: int, end: int, spans: Sequence[trained_turns.CompletionSpan], weigh: Weigh
 ) -> Iterator[TextPiece]:
     edges = {start, end}
-    edges.update(start + stop for _, stop in owner_runs(recording.owners[start:end]))
+    edges.update(start + stop for _, stop in owner_runs(recording.owners_of(start, end)))
     seam = attrgetter("seam")
     near = spans[max(0, bisect_right(spans, start, key=seam) - 1) : bisect_left(spans, end, key=seam)]
     edges.update(edge for span in near for edge in (span.seam, span.stop, span.end) if start < edge < end)

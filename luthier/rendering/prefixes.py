@@ -261,7 +261,7 @@ class Prefixes:
         numbers = {ord(char): chr(whole.number(_shifted(owner, head, shift))) for char, owner in seen.owners.items()}
         joined = Recording(
             sketch=trunk.sketch[: here[2]] + exchanged(window.sketch[cut:], table),
-            owners=trunk.owners[: here[2]] + window.owners[cut:].translate(numbers),
+            owners=window.owners[cut:].translate(numbers),
             owner_table=whole.owners,
             guards=tuple(
                 guard._replace(sketches=tuple(exchanged(one, table) for one in guard.sketches)) if moves else guard

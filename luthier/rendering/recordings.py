@@ -17,6 +17,7 @@ from luthier.rendering.template import ChatTemplate, Recording
 from luthier.rendering.trace import Guard, Trace, Written
 
 MOST_RECORDINGS = 20_000  # kept at a time; then all are forgotten and begun anew
+MOST_CHARS = 30_000_000  # of their sketches, each of which takes some ten bytes with all that is kept beside it
 MOST_VARIANTS = 16  # of one shape that are compared before it is recorded again
 MOST_ALIKE = 8  # rows with the same tools; to record them anew takes as long as to encode their text some ten times
 MOST_SEEN = 100_000  # tools that are counted
@@ -203,6 +204,7 @@ class RowHistory:
             if len(variants) >= MOST_VARIANTS:
                 variants.clear()
             variants.append(recording)
+            self.recordings.num_chars += len(recording.sketch)
         self.guards.update(dict.fromkeys(recording.guards))
         return recording
 
@@ -226,7 +228,7 @@ class Recordings:
 
     ``follows_numbers``: the template is taken to print the numbers of tool arguments and to ask nothing about them.
     ``follows_tools``: it is taken to write tools as JSON, and to do nothing else with them. Those that many rows have
-    are not followed: their text is encoded but once.
+    are not followed: their text is encoded but once. ``num_chars`` are those of all sketches that are kept.
     """
 
     alphabet: text_references.Alphabet = field(default_factory=text_references.Alphabet.empty)
@@ -234,6 +236,7 @@ class Recordings:
     follows_numbers: bool = True
     follows_tools: bool = True
     seen: Counter[int] = field(default_factory=Counter)  # how many rows had the same tools
+    num_chars: int = 0
 
     def follows_numbers_of(self, strings: Sequence[str]) -> bool:
         """Whether there are numbers among some strings, and they are followed."""
@@ -260,7 +263,8 @@ class Recordings:
     @property
     def is_full(self) -> bool:
         """Whether it is time to forget all and begin anew."""
-        return len(self.known) > MOST_RECORDINGS or self.alphabet.is_nearly_full
+        is_much = len(self.known) > MOST_RECORDINGS or self.num_chars > MOST_CHARS
+        return is_much or self.alphabet.is_nearly_full
 
 
 def unshared(recordings: Iterable[Recording]) -> Iterator[str]:

@@ -186,6 +186,8 @@ class Renderer:
             variants.clear()
         if len(row.messages) <= MOST_KEPT:
             variants.append(known)
+            joined = (path.recording for path in known.paths if path.recording.base is not None)
+            recordings.num_chars += sum(len(one.sketch) for one in joined)
         values = known.blueprint.values(all_strings)
         return self._filled(known.blueprint, strings, row=row, media=media, values=values)
 

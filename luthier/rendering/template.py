@@ -28,7 +28,7 @@ from luthier.rendering.messages import (
     plain_messages,
 )
 from luthier.rendering.substitution import Given, OtherWords
-from luthier.rendering.text_references import Alphabet, filled_in, is_reference, references_in
+from luthier.rendering.text_references import Alphabet, common_length, filled_in, is_reference, references_in
 from luthier.rendering.trace import Guard, GuardCheck, Owner, Trace, compile_guards, expression_at, owner_runs
 from luthier.rendering.tracked import LostProvenance, Tracked, refuse
 from luthier.templating.limits import OverLimit, TemplateSettings
@@ -62,8 +62,8 @@ class MessageSpan:
 class Recording:
     """What a template printed, as a sketch, for all rows whose strings answer its ``guards`` alike.
 
-    For each character of ``sketch`` the character of ``owners`` at the same place is a number in ``owner_table``.
-    Its first ``shared`` characters are those of ``base``, where it was put together (`prefixes`).
+    Its first ``shared`` characters are those of ``base``, where it was put together (`prefixes`); there are none in
+    any other. For each one behind them the character of ``owners`` in the same order is a number in ``owner_table``.
     """
 
     sketch: str
@@ -75,7 +75,14 @@ class Recording:
 
     def owner(self, position: int) -> Owner:
         """Whose the character at ``position`` of the sketch is."""
-        return self.owner_table[ord(self.owners[position])]
+        one = self if position >= self.shared or self.base is None else self.base
+        return one.owner_table[ord(one.owners[position - one.shared])]
+
+    def owners_of(self, start: int, end: int) -> str:
+        """The numbers of the owners of the sketch's characters ``[start, end)``."""
+        if start >= self.shared or self.base is None:
+            return self.owners[start - self.shared : end - self.shared]
+        return self.base.owners[start : min(end, self.shared)] + self.owners[: max(0, end - self.shared)]
 
     @functools.cached_property
     def checks(self) -> tuple[list[str], list[GuardCheck]]:
@@ -245,8 +252,7 @@ class ChatTemplate:
         dicts = _refusing(lambda: plain_messages(messages, self.message_form))
 
         def printed(num: int, *, generation_prompt: bool = False, **kwargs: object) -> str:
-            asked = {"generation_prompt": generation_prompt, "kwargs": kwargs}
-            return self._printed(dicts[:num], messages[:num], tools, **asked)
+            return self._printed(dicts[:num], messages[:num], tools, generation_prompt=generation_prompt, kwargs=kwargs)
 
         return printed
 
@@ -342,9 +348,8 @@ class ChatTemplate:
                 "the words exchanged: it treats text of the row as its own, or asks about it in a way that is not seen",
             )
         if words.pinned:
-            self._prove_pinned(
-                given, words, messages, num_own=num_own, generation_prompt=generation_prompt, kwargs=kwargs
-            )
+            asked = {"generation_prompt": generation_prompt, "kwargs": kwargs}
+            self._prove_pinned(given, words, messages, num_own=num_own, **asked)
 
     def _prove_pinned(
         self, given: Given, words: OtherWords, messages: Sequence[Message], *, num_own: int, **asked: Any
@@ -378,9 +383,7 @@ class ChatTemplate:
         self, trace: Trace, text: str, other: str, *, output: Tracked | None = None, values: Callable[[str], str] = str
     ) -> str:
         """What printed the place where two texts begin to differ. ``values`` say what the sketch stands for in them."""
-        at = next(
-            (n for n, (one, two) in enumerate(zip(text, other, strict=False)) if one != two), min(len(text), len(other))
-        )
+        at = common_length(text, other)
         if output is not None:  # from the text with other words to what was printed at first
             lengths = itertools.accumulate(len(values(char)) for char in output._sketch)
             index = sum(1 for length in lengths if length <= at)
@@ -448,9 +451,9 @@ class ChatTemplate:
 
 @functools.lru_cache(maxsize=64)
 def _literals(tree: nodes.Template) -> str:
+    constants = (node.value for node in tree.find_all(nodes.Const))
     texts = [node.data for node in tree.find_all(nodes.TemplateData)]
-    texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
-    return "\0".join(texts)
+    return "\0".join([*texts, *(each for each in constants if isinstance(each, str))])
 
 
 def _refusing(make: Callable[[], _Made]) -> _Made:
@@ -463,14 +466,12 @@ def _refusing(make: Callable[[], _Made]) -> _Made:
 
 def _too_much(error: OverLimit, messages: Sequence[Message], tools: Tools) -> RowError | TemplateError:
     """A small conversation cannot be at fault, and time is not the same everywhere: these stop the run."""
-    chars = sum(len(string) for message in messages for string in message_strings(message)) + len(repr(tools))
+    chars = sum(len(string) for message in messages for string in message_strings(message))
+    chars += len(_refusing(lambda: repr(tools)))
     if error.depends_on_machine or (chars < SMALL_ROW and len(messages) < SMALL_CONVERSATION):
         return _over_limit(error)
-    what = (
-        f"{counted(len(messages), 'message')} and "
-        f"{counted(chars, 'character is', 'characters are')} too much for the chat template: {_line(error)}"
-    )
-    return RowError("template_limit", f"{what}{error}; {error.hint}")
+    what = f"{counted(len(messages), 'message')} and {counted(chars, 'character is', 'characters are')} too much"
+    return RowError("template_limit", f"{what} for the chat template: {_line(error)}{error}; {error.hint}")
 
 
 def _over_limit(error: OverLimit) -> TemplateError:
@@ -480,9 +481,8 @@ def _over_limit(error: OverLimit) -> TemplateError:
 def _refusal(error: Exception) -> LuthierError:
     if isinstance(error, LuthierError):
         return error
-    if isinstance(error, RecursionError):
-        return RowError("template", f"the chat template refuses this row: {_line(error)}it calls itself without end")
-    return RowError("template", f"the chat template refuses this row: {_line(error)}{_words(error)}")
+    what = "it calls itself without end" if isinstance(error, RecursionError) else _words(error)
+    return RowError("template", f"the chat template refuses this row: {_line(error)}{what}")
 
 
 def _words(error: Exception) -> str:
@@ -491,8 +491,7 @@ def _words(error: Exception) -> str:
 
 
 def _line(error: Exception) -> str:
-    line = _last_line(error)
-    return "" if line is None else f"line {line}: "
+    return f"line {line}: " if (line := _last_line(error)) else ""
 
 
 def _last_line(error: Exception) -> int | None:

@@ -260,6 +260,15 @@ def filled_in(sketch: str, value: Callable[[str], str]) -> str:
     return exchanged(sketch, {char: value(char) for char in references_in(sketch)})
 
 
+def common_length(one: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
 def exchanged(sketch: str, texts: Mapping[str, str]) -> str:
     """A sketch with texts in the places of some of its references."""
     if not texts or sketch.isascii():

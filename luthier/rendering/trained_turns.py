@@ -19,7 +19,7 @@ from luthier.rendering import openings
 from luthier.rendering.messages import ControlTokens
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.template import ChatTemplate, MessageSpan, Recording
-from luthier.rendering.text_references import filled_in, is_reference
+from luthier.rendering.text_references import common_length, filled_in, is_reference
 from luthier.rendering.trace import Guard, Owner
 
 # What templates call the variable that opens or closes thinking: Qwen, GLM, Nemotron; DeepSeek, Granite.
@@ -205,7 +205,7 @@ class _Asked:
 
     def _begun(self) -> int:
         """Where the prompt goes on behind what the template prints without one."""
-        return openings.common_length(self.history.recording(self.index, **self.kwargs).sketch, self.prompt.sketch)
+        return common_length(self.history.recording(self.index, **self.kwargs).sketch, self.prompt.sketch)
 
     def _header_end(self) -> int | None:
         stretch = self.turn.stretches.get(self.index)

@@ -169,24 +169,28 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: object, attribute: str) -> object:
         """``obj.attribute``: keys of dicts, methods of strings, what loops and namespaces have."""
-        if type(obj) is dict and attribute not in DICT_ATTRIBUTES:
-            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if isinstance(obj, str) and attribute in STRING_METHODS:
+        if type(obj) is dict:
+            if attribute not in DICT_ATTRIBUTES:
+                return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        elif type(obj) is LoopContext:
+            if attribute in LOOP_ATTRIBUTES:
+                return getattr(obj, attribute)
+        elif type(obj) is TemplateNamespace:
+            if attribute[:1] != "_":
+                values = object.__getattribute__(obj, "_Namespace__attrs")
+                return values[attribute] if attribute in values else self.undefined(obj=obj, name=attribute)
+        elif isinstance(obj, str) and attribute in STRING_METHODS:
             return getattr(obj, attribute)
-        if type(obj) is LoopContext and attribute in LOOP_ATTRIBUTES:
-            return getattr(obj, attribute)
-        if type(obj) is TemplateNamespace and attribute[:1] != "_":
-            values = object.__getattribute__(obj, "_Namespace__attrs")
-            return values[attribute] if attribute in values else self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> object:
         """``left operator right``."""
-        if operator == "+" and isinstance(left, str) and isinstance(right, str):
-            if str.__len__(left) + str.__len__(right) < SMALL:
+        if operator == "+" or operator == "-":
+            if type(left) is int and type(right) is int and -SMALL < left < SMALL and -SMALL < right < SMALL:
+                return left + right if operator == "+" else left - right
+            are_texts = operator == "+" and isinstance(left, str) and isinstance(right, str)
+            if are_texts and str.__len__(left) + str.__len__(right) < SMALL:
                 return left + right
-        elif operator in ("+", "-") and _is_small(left) and _is_small(right):
-            return left + right if operator == "+" else left - right
         sizes.check_operator(self.meter, operator, left, right)
         return super().call_binop(context, operator, left, right)
 
@@ -219,19 +223,17 @@ def _is_quick(obj: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> 
     )
 
 
-def _is_small(value: object) -> bool:
-    return type(value) is int and -SMALL < value < SMALL
-
-
 def _metered(meter: RenderUsage, name: str, function: Any, *, is_free: bool = False) -> Callable[..., object]:
     """A filter or test, asked first what it would make."""
     wanted = getattr(function, "jinja_pass_arg", None)  # an environment, or the like
     first = 0 if wanted is None else 1
 
+    def free(*args: object, **kwargs: object) -> object:
+        meter.step()
+        return function(*args, **kwargs)
+
     def metered(*args: object, **kwargs: object) -> object:
         meter.step()
-        if is_free:
-            return function(*args, **kwargs)
         context, given = args[:first], _drained(meter, args[first:])
         if given:
             sizes.check_call(meter, sizes.TemplateCall(name, given[0], given[1:], kwargs))
@@ -239,9 +241,10 @@ def _metered(meter: RenderUsage, name: str, function: Any, *, is_free: bool = Fa
         passed = (iter(each) if each is not own else own for each, own in zip(given, args[first:], strict=True))
         return _measured(meter, name, function(*context, *passed, **kwargs))
 
+    asked = free if is_free else metered
     if wanted is not None:
-        metered.jinja_pass_arg = wanted  # type: ignore[attr-defined]
-    return metered
+        asked.jinja_pass_arg = wanted  # type: ignore[attr-defined]
+    return asked
 
 
 def _measured(meter: RenderUsage, name: str, made: object) -> object:

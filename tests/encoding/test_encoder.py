@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from typing import Any
 
@@ -64,6 +65,16 @@ def test_weights_inside_one_run_of_text_fall_on_the_right_tokens(encoder: Encode
     sample = encoder.encode(row)
     assert encoder.tokenizer.decode(sample.input_ids[sample.target]).strip() == "runs fast<|im_end|>"
     assert sample.weight is not None and sample.weight[sample.target].tolist()[-2:] == [0.5, 1.0]
+
+
+def test_nothing_is_kept_of_rows_that_are_too_long_to_serve_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("luthier.rendering.render.MOST_KEPT", 4)
+    own = Encoder(ModelConfig(name_or_path="preset:tiny-qwen3"), TemplateConfig())
+    rows = [chat("hi", *["so", "yes"] * number, "bye") for number in range(6)]
+    for row in (*rows, *rows):
+        own.encode(row)
+    gc.collect()
+    assert len(own.assembler._assemblies) == 2, "those of the rows of two and of four messages"
 
 
 def test_errors_carry_the_address_of_their_row(encoder: Encoder) -> None:

@@ -13,6 +13,7 @@ from luthier.errors import RowError
 from luthier.presets.named_templates import named_template
 from luthier.records import Conversation, Message, Rendered
 from luthier.rendering import prefixes, recordings
+from luthier.rendering.paths import Path
 from luthier.rendering.template import ChatTemplate
 from tests.rendering.chat import CHATML, Thinking, ToolCall, assistant, conversation, message, renderer, user
 
@@ -221,6 +222,45 @@ def test_a_long_row_serves_others_of_its_shape() -> None:
     kept.render(one)
     assert kept.render(other) == renderer(REWRITING).render(other)
     assert len(kept._blueprints) == 1
+
+
+def test_what_is_kept_of_long_rows_is_forgotten_when_it_becomes_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [long_row(40 + number, thoughts=True) for number in range(12)]
+    expected = [renderer(REWRITING).render(row) for row in rows]
+    one, sizes = renderer(REWRITING), []
+    for row, paths in zip(rows, expected, strict=True):
+        assert one.render(row) == paths
+        kept = [each for variants in one._recordings.known.values() for each in variants]
+        cached = [path for variants in one._blueprints.values() for each in variants for path in each.paths]
+        kept += [path.recording for path in cached if path.recording.base is not None]
+        sizes.append(sum(len(each.sketch) for each in kept))
+        assert one._recordings.num_chars == sizes[-1]
+    monkeypatch.setattr(recordings, "MOST_CHARS", sizes[2])
+    again = renderer(REWRITING)
+    assert [again.render(row) for row in rows] == expected
+    assert again._recordings.num_chars < sizes[5] < sizes[-1]
+
+
+def test_each_character_that_was_put_together_has_the_owner_that_it_has_in_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = long_row(40, thoughts=True)
+    joined = [path.recording for path in cached_paths(row) if path.recording.base is not None]
+    monkeypatch.setattr(recordings, "LONG", 10**6)
+    whole = {path.recording.sketch: path.recording for path in cached_paths(row)}
+    assert len(joined) > 5
+    for one in joined:
+        other, num = whole[one.sketch], len(one.sketch)
+        owners = [other.owner(place) for place in range(num)]
+        assert [one.owner(place) for place in range(num)] == owners
+        for start, end in ((0, num), (0, one.shared), (one.shared - 3, one.shared + 3), (one.shared, num)):
+            assert [one.owner_table[ord(char)] for char in one.owners_of(start, end)] == owners[start:end]
+
+
+def cached_paths(row: Conversation) -> list[Path]:
+    one = renderer(REWRITING)
+    one.render(row)
+    return [path for variants in one._blueprints.values() for each in variants for path in each.paths]
 
 
 def test_a_row_with_a_thousand_branches_is_rendered() -> None:

@@ -111,6 +111,12 @@ def test_a_large_row_is_put_aside_where_a_small_one_stops_the_run() -> None:
         template.render(large)
     assert refused.value.reason == "template_limit"
     assert template.render(ROW) == "sono"
+    tool: dict[str, object] = {}
+    for _ in range(3_000):
+        tool = {"of": tool}
+    with pytest.raises(RowError) as refused:  # tools that are too deep to be measured
+        template.render(large, [tool])
+    assert refused.value.reason == "template"
 
 
 def test_memory_is_looked_at() -> None:
