@@ -225,7 +225,10 @@ def rounds_inputs(model: nn.Module) -> bool:
 def settle(model: PreTrainedModel) -> None:
     """Keep layers of bitsandbytes and gptqmodel in the format that has a backward pass: on some CPUs they change their
     weights, when they first run in evaluation, into one that has none. In 8 bits bitsandbytes' keep their scales on a
-    CPU, where PEFT's DoRA puts another parameter without them in the weight's place."""
+    CPU, where PEFT's DoRA puts another parameter without them in the weight's place. A model that came quantized and
+    was read whole is saved whole."""
+    if not is_quantized(model):
+        _write_whole_weights(model)
     for layer in model.modules():
         if "qweight" in layer._buffers and hasattr(layer, "linear_mode"):
             layer.linear_mode = "train"
@@ -246,9 +249,7 @@ def dequantized(model: PreTrainedModel) -> PreTrainedModel:
     Raises `ModelError` for a method that transformers cannot undo.
     """
     quantizer: Any = model.hf_quantizer
-    # how a model that came quantized was read has no way back, and is no longer how it is written
-    if read := getattr(model, "_weight_conversions", None):
-        model._weight_conversions = [each for each in read if not _reads_quantized(each)]
+    _write_whole_weights(model)
     if packed := packed_layers(model):
         for name, layer in packed.items():
             model.set_submodule(name, _unpacked(layer, model.config.dtype))
@@ -270,6 +271,13 @@ def dequantized(model: PreTrainedModel) -> PreTrainedModel:
                 setattr(layer, name, nn.Parameter(whole, requires_grad=False))
     quantizer.remove_quantization_config(model)
     return model
+
+
+def _write_whole_weights(model: PreTrainedModel) -> None:
+    """Have a model that came quantized, and whose weights are whole, be saved with them: ``save_pretrained`` takes the
+    way back to the form in which a model was read, and would write numbers of few bits."""
+    if read := getattr(model, "_weight_conversions", None):
+        model._weight_conversions = [each for each in read if not _reads_quantized(each)]
 
 
 def _turned_back(layer: Any) -> Conv1D:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
-from compressed_tensors.compressors import pack_to_int32
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tiny_quantized import experts_in_4_bit_floats, in_8_bit_floats, in_gptq_or_awq, in_packed_ints, write_base
 from tiny_rows import epoch_steps, run_data
 from tiny_runs import losses_by_hand, make_config, make_data, make_segments, padded_batch
 from torch import nn
@@ -24,8 +23,6 @@ from transformers import (
     AutoModelForCausalLM,
     AwqConfig,
     BitsAndBytesConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
     GPTQConfig,
     PreTrainedModel,
     set_seed,
@@ -70,16 +67,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
     """A folder with a small model whose weights are far from 0, so that few bits show."""
-    folder = tmp_path_factory.mktemp("base")
-    vocabulary = Vocabulary.of(tokenizer)
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
-    overrides = {**shape, "initializer_range": 0.1}
-    config = make_config(folder, model={"name_or_path": "preset:tiny-qwen3", "config_overrides": overrides})
-    load_model(config, vocabulary).model.save_pretrained(folder)
-    for file in tokenizer.files.folder.iterdir():
-        if file.name != "config.json" and file.is_file():
-            (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+    return write_base(tmp_path_factory.mktemp("base"), tokenizer)
 
 
 def _on(base: Path, quantization: object, **more: Any) -> dict[str, Any]:
@@ -257,121 +245,6 @@ def test_what_cannot_be_made_whole_is_not_merged_into(key: str, base: Path, monk
         check_stored(stored, QuantizationConfig(), merges=f"adapter.{key}")
 
 
-def _in_8_bit_floats(base: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """Blocks of 32 x 32 numbers, each with a scale, as DeepSeek and Qwen publish them."""
-    weights, written, block = load_file(base / "model.safetensors"), {}, 32
-    for name, weight in list(weights.items()):
-        if not name.endswith("_proj.weight"):
-            written[name] = weight
-            continue
-        rows, columns = (size // block for size in weight.shape)
-        blocks = weight.reshape(rows, block, columns, block)
-        scales = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
-        in_8_bits = (blocks / scales).to(torch.float8_e4m3fn)
-        written[name] = in_8_bits.reshape(weight.shape)
-        written[f"{name}_scale_inv"] = scales.reshape(rows, columns)
-        weights[name] = (in_8_bits.float() * scales).reshape(weight.shape)
-    _write(base, folder, written, {"quant_method": "fp8", "weight_block_size": [block, block]})
-    return weights
-
-
-def _in_packed_ints(base: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """4 bits with a scale for each 32 of a row, by the library that llm-compressor writes its models with."""
-    weights, written = load_file(base / "model.safetensors"), {}
-    args = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    for name, weight in list(weights.items()):
-        if not name.endswith("_proj.weight"):
-            written[name] = weight
-            continue
-        groups = weight.reshape(weight.shape[0], -1, 32)
-        scales = groups.abs().amax(dim=-1, keepdim=True) / 7.5
-        ints = (groups / scales).round().clamp(-8, 7)
-        written[f"{name}_packed"] = pack_to_int32(ints.reshape(weight.shape).to(torch.int8), 4)
-        written[f"{name}_scale"] = scales.squeeze(-1)
-        written[f"{name}_shape"] = torch.tensor(weight.shape)
-        weights[name] = (ints * scales).reshape(weight.shape)
-    group = {"targets": ["Linear"], "weights": args}
-    _write(base, folder, written, {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": ["lm_head"],
-    })  # fmt: skip
-    return weights
-
-
-def _experts_in_4_bit_floats(base: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """gpt-oss as it is published: experts' weights in fp4, 32 of them with an exponent."""
-    torch.manual_seed(0)
-    vocabulary = load_tokenizer("preset:tiny-qwen3").vocab_size
-    model = GptOssForCausalLM(GptOssConfig(
-        vocab_size=vocabulary, hidden_size=64, intermediate_size=32, num_hidden_layers=2, head_dim=16,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-    ))  # fmt: skip
-    model.save_pretrained(folder)
-    weights, written = load_file(folder / "model.safetensors"), {}
-    table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    for name, weight in list(weights.items()):
-        if not name.endswith("_proj"):
-            written[name] = weight
-            continue
-        experts, inputs, outputs = weight.shape
-        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-        exponents = torch.randint(122, 126, (experts, outputs, inputs // 32), dtype=torch.uint8)
-        written[f"{name}_blocks"], written[f"{name}_scales"] = blocks, exponents
-        numbers = table[torch.stack([blocks & 15, blocks >> 4], dim=-1).long()].flatten(-2)
-        whole = numbers * torch.exp2(exponents.float() - 127)[..., None]
-        weights[name] = whole.flatten(-2).transpose(1, 2)
-    _write(folder, folder, written, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    for file in base.iterdir():
-        if not (folder / file.name).exists():
-            shutil.copy(file, folder)
-    return weights
-
-
-def _write(base: Path, folder: Path, weights: dict[str, torch.Tensor], how: dict[str, object]) -> None:
-    folder.mkdir(exist_ok=True)
-    for file in base.iterdir():
-        if file.suffix != ".safetensors" and not (folder / file.name).exists():
-            shutil.copy(file, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
-
-
-def _eight_in_one(ints: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Columns of numbers of 4 bits, eight of them in each int32."""
-    packed = sum((ints[:, place::8].long() & 15) << (4 * shift) for shift, place in enumerate(order))
-    assert isinstance(packed, torch.Tensor)
-    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-
-
-def _in_gptq_or_awq(base: Path, folder: Path, method: str) -> dict[str, torch.Tensor]:
-    """4 bits with a scale and a zero point for each 32 numbers of a row, in the layout of either method."""
-    weights, written, size = load_file(base / "model.safetensors"), {}, 32
-    for name, weight in list(weights.items()):
-        if not name.endswith("_proj.weight"):
-            written[name] = weight.half()
-            continue
-        groups, module = weight.reshape(weight.shape[0], -1, size), name.removesuffix(".weight")
-        least, most = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-        scales = ((most - least) / 15).half().float()
-        zeros = (-least / scales).round().clamp(0, 15)
-        ints = ((groups / scales[..., None]).round() + zeros[..., None]).clamp(0, 15)
-        weights[name] = ((ints - zeros[..., None]) * scales[..., None]).reshape(weight.shape)
-        ints_OI, zeros_GO = ints.reshape(weight.shape).int(), zeros.T.int()
-        written[f"{module}.scales"] = scales.T.half()
-        if method == "gptq":  # along the inputs; zero points are less by 1
-            written[f"{module}.qweight"] = _eight_in_one(ints_OI).T
-            written[f"{module}.qzeros"] = _eight_in_one(zeros_GO - 1)
-            written[f"{module}.g_idx"] = torch.arange(weight.shape[1], dtype=torch.int32) // size
-        else:
-            order = (0, 2, 4, 6, 1, 3, 5, 7)
-            written[f"{module}.qweight"] = _eight_in_one(ints_OI.T, order)
-            written[f"{module}.qzeros"] = _eight_in_one(zeros_GO, order)
-    of_method = {"desc_act": False, "sym": False} if method == "gptq" else {"zero_point": True, "version": "gemm"}
-    _write(base, folder, written, {"quant_method": method, "bits": 4, "group_size": size, **of_method})
-    return weights
-
-
 needs_gptqmodel = pytest.mark.skipif(
     importlib.util.find_spec("gptqmodel") is None, reason="gptqmodel, which is built from source, is not installed"
 )
@@ -380,11 +253,11 @@ needs_gptqmodel = pytest.mark.skipif(
 @needs_gptqmodel
 @pytest.mark.filterwarnings("ignore")  # gptqmodel's own
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_a_model_in_gptq_or_awq_is_trained_on_as_it_is_and_merged(
+def test_a_modelin_gptq_or_awq_is_trained_on_as_it_is_and_merged(
     base: Path, train: Train, tmp_path: Path, method: str
 ) -> None:
     stored = tmp_path / "stored"
-    expected = _in_gptq_or_awq(base, stored, method)
+    expected = in_gptq_or_awq(base, stored, method)
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     whole.load_state_dict(expected, strict=False)
     notes: list[str] = []
@@ -423,7 +296,7 @@ def test_layers_of_gptq_and_awq_have_a_gradient_after_they_have_answered(
     base: Path, tmp_path: Path, method: str
 ) -> None:
     """In bfloat16 they would change to a product without a backward pass, which leaves only the paths around them."""
-    _in_gptq_or_awq(base, tmp_path, method)
+    in_gptq_or_awq(base, tmp_path, method)
     vocabulary = Vocabulary.of(load_tokenizer("preset:tiny-qwen3"))
     config = make_config(tmp_path, model={"name_or_path": str(tmp_path), "dtype": "bfloat16"}, adapter=LORA)
     ids, gradients = _batch(2)["input_ids"], []
@@ -462,7 +335,7 @@ def test_layers_without_a_weight_are_found_and_counted(base: Path) -> None:
         apply_adapter(model, AdapterConfig(type=AdapterType.LORA, target_modules=["no_such_layer"]))
 
 
-@pytest.mark.parametrize("write", [_in_8_bit_floats, _in_packed_ints, _experts_in_4_bit_floats])
+@pytest.mark.parametrize("write", [in_8_bit_floats, in_packed_ints, experts_in_4_bit_floats])
 def test_a_form_that_cannot_be_trained_on_is_read_whole(
     base: Path, train: Train, tmp_path: Path, write: Callable[[Path, Path], dict[str, torch.Tensor]]
 ) -> None:
@@ -475,17 +348,26 @@ def test_a_form_that_cannot_be_trained_on_is_read_whole(
     assert not is_quantized(loaded.model)
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-7)
-    for kind, changed in (("all", {"adapter": {"type": "full"}}), ("beside", {"adapter": {**LORA, "merge": True}})):
-        chosen = {**_on(stored, None), "model": {"name_or_path": str(stored)}, **changed}
+    loaded.model.save_pretrained(tmp_path / "whole")
+    written = load_file(tmp_path / "whole" / "model.safetensors")
+    assert written.keys() == expected.keys() and all(torch.equal(written[name], found[name]) for name in written)
+    first = {}
+    for kind, more, changed in (
+        ("all", {}, {"adapter": {"type": "full"}}),
+        ("beside", {}, {"adapter": {**LORA, "merge": True}}),
+        ("quantized again", {"quantization": "nf4"}, {}),
+    ):
+        chosen = {**_on(stored, None), "model": {"name_or_path": str(stored), **more}, **changed}
         result = train(make_data(make_segments(4)), output__dir=str(tmp_path / kind), **chosen)
         assert _losses(result)[-1] < _losses(result)[0]
+        first[kind] = _losses(result)[0]
+    assert first["all"] == first["beside"] == pytest.approx(first["quantized again"], abs=0.5)
     saved = tmp_path / "all" / "model", tmp_path / "beside" / "merged"
     assert all("quantization_config" not in json.loads((each / "config.json").read_text()) for each in saved)
-    on_top = load_model(
-        make_config(tmp_path, model={"name_or_path": str(stored), "quantization": "nf4"}, adapter=LORA),
-        Vocabulary.of(load_tokenizer("preset:tiny-qwen3")),
-    )
-    assert not is_quantized(on_top.model), "it is quantized once it has been read whole"
+    for each in saved:  # what was learned is in the files: such a model knows the rows
+        again = AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32)
+        with torch.no_grad():
+            assert again(**_batch(4)).loss < first["all"] - 0.1
 
 
 @pytest.mark.parametrize(("kind", "rslora"), [("nf4", False), ("int8", True), ("torchao_int8", False)])
