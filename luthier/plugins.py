@@ -8,7 +8,7 @@ they know the same rows.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, ValuesView
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -69,6 +69,10 @@ class Table(Mapping[str, RowT]):
     def __len__(self) -> int:
         load_plugins()
         return len(self._rows)
+
+    def values(self) -> ValuesView[RowT]:
+        load_plugins()  # once, not for each row
+        return self._rows.values()
 
 
 class _State:

@@ -39,12 +39,14 @@ def main() -> None:
 
 def _support_page() -> str:
     # what is tried, and on which models, belongs to the tests, which try it too
-    sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("support", "training")]
+    sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("support", "training"))]
     import support_matrix
 
-    with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):  # what 264 runs say
-        tokenizer = load_tokenizer("preset:tiny-qwen3")
-        return support_matrix.support_page(support_matrix.support_matrix(Path(folder), tokenizer))
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):  # what hundreds of runs say
+        root, tokenizer = Path(folder), load_tokenizer("preset:tiny-qwen3")
+        outcomes = support_matrix.support_matrix(root, tokenizer)
+        support_matrix.write_models(root, tokenizer)
+        return support_matrix.support_page(outcomes, support_matrix.refused_methods(root))
 
 
 def _with_table(page: str, table: str) -> str:
