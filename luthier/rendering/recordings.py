@@ -73,6 +73,12 @@ class RowHistory:
                 self._window,
             )
 
+    def close(self) -> None:
+        """Let go of what refers back to it, so that its memory is free at once and not when garbage is looked for."""
+        self.prefixes = None
+        if self.given is not None:
+            self.given.trace.forget()
+
     def recording(self, num_messages: int, *, generation_prompt: bool = False, **kwargs: Any) -> Recording:
         """The recording for ``messages[:num_messages]``. Raises `RowError` if the template refuses them."""
         if self.prefixes is None or num_messages == len(self.row.messages):
@@ -113,7 +119,10 @@ class RowHistory:
             offsets=[*self.offsets[:head], *(each - skipped for each in self.offsets[start : end + 1])],
             tools=self.tools,
         )
-        return short._recorded(len(messages), generation_prompt, kwargs)
+        try:
+            return short._recorded(len(messages), generation_prompt, kwargs)
+        finally:
+            short.close()
 
     def recording_with(self, num_messages: int, following: Message, **kwargs: object) -> Recording:
         """The recording for ``messages[:num_messages]`` and one more message."""

@@ -283,10 +283,15 @@ class Renderer:
             raise RowDropped("no_target", other_rows.nothing_learned(row, train_on))
         _refuse_too_many(row, max(1, len(turns)), self.policy.history)
         with uncollected() if len(row.messages) > LONG else nullcontext():
-            try:
-                return self._made(history(), turns, weights)
-            except NotLocal:
-                return self._made(history(joins=False), turns, weights)
+            for joins in (True, False):
+                one = history(joins=joins)
+                try:
+                    return self._made(one, turns, weights)
+                except NotLocal:
+                    continue
+                finally:
+                    one.close()
+        raise AssertionError("contexts that are rendered whole are local")
 
     def _made(self, history: RowHistory, turns: list[int], weights: Weights) -> _CachedBlueprint:
         row, template = history.row, history.template

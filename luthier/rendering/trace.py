@@ -135,6 +135,10 @@ class Trace:
         """A run of the template begins: nothing has been asked or printed."""
         self.scope, self.loops, self.guards, self.prints, self.uses_followed = None, [], {}, [], False
 
+    def forget(self) -> None:
+        """Let go of the texts that refer back to it; nothing more is to be followed."""
+        self.prints, self.literals = [], {}
+
     def number(self, owner: Owner) -> str:
         """The character that stands for an owner."""
         char = self.numbers.get(owner)

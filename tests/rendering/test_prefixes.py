@@ -289,3 +289,25 @@ def test_what_is_kept_of_a_long_row_is_not_gone_through_at_once() -> None:
         assert len(kept) == 100_000
     finally:
         gc.freeze()
+
+
+@pytest.mark.parametrize("num", [6, 60])
+@pytest.mark.parametrize("source", ["qwen3", *NOT_LOCAL])
+def test_nothing_of_a_row_is_left_to_the_garbage_collector(source: str, num: int) -> None:
+    """It comes late, and what is made of a long row takes megabytes."""
+    one = renderer(NOT_LOCAL.get(source) or named_template(source) or CHATML)
+    calls = source != "old thoughts"  # which prints none
+    rows = [long_row(num + each, system=each > 1, thoughts=each > 1, tools=calls and each != 2) for each in range(4)]
+    one.render(long_row(4))  # what is found out about the template
+    gc.collect()
+    gc.disable()
+    try:
+        for row in rows:
+            one.render(row)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert [type(each).__name__ for each in gc.garbage] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
