@@ -156,6 +156,8 @@ def test_their_defaults_are_written_out() -> None:
     ("sdp_attention: true\n", "model.attn_implementation", "sdpa"),
     ("special_tokens: {pad_token: <p>, eos_token: <e>}\n", "model.add_special_tokens", ["<e>"]),
     ("tokens: [<a>, <b>]\n", "model.add_tokens", ["<a>", "<b>"]),
+    ("special_tokens: {eos_token: <b>}\ntokens: [<a>, <b>]\n", "model.add_tokens", ["<a>"]),
+    ("special_tokens: {eos_token: <b>}\ntokens: [<b>]\n", "model.add_special_tokens", ["<b>"]),
     ("chat_template: chatml\n", "template.chat_template", "chatml"),
     ("chat_template: llama3\n", "template.chat_template", "own_or_llama3"),
     ("chat_template: tokenizer_default_fallback_chatml\n", "template.chat_template", "own_or_chatml"),

@@ -194,8 +194,9 @@ def _tokens(reading: Translator) -> None:
         reading.set("model.add_special_tokens", added, "special_tokens" if special else "tokens")
         reading.told.append("special_tokens: tokens that the tokenizer lacks are added; which ones begin and end a "
                             "text, the tokenizer and the template say")  # fmt: skip
-    if isinstance(plain, list) and plain:
-        reading.set("model.add_tokens", [str(token) for token in plain], "tokens")
+    # one that is named in both is a control token, as axolotl adds these first
+    if isinstance(plain, list) and (ordinary := [str(token) for token in plain if str(token) not in added]):
+        reading.set("model.add_tokens", ordinary, "tokens")
 
 
 def _adapter(reading: Translator) -> None:

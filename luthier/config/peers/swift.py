@@ -28,6 +28,11 @@ _MARKS = frozenset({
 })  # fmt: skip
 _PAIRS = {"dpo": "sigmoid", "orpo": "orpo", "simpo": "simpo", "cpo": "cpo"}
 _BY_DEFAULT = {None: ["cross_entropy"], "simpo": ["simpo"], "cpo": ["sigmoid"]}  # of loss_type
+_FROZEN = {  # what it freezes, and whether it does so by default
+    "freeze_llm": ("language_model", False),
+    "freeze_aligner": ("projector", True),
+    "freeze_vit": ("tower", True),
+}
 _COLUMNS = {"query": "prompt", "response": "response", "system": "system", "messages": "messages", "tools": "tools",
             "images": "images", "videos": "videos", "audios": "audios"}  # fmt: skip
 _HUBS = ("HF::", "MS::")
@@ -378,12 +383,9 @@ def _adapter(reading: translation.Translator) -> None:
     reading.set("adapter.type", ours[kind], "tuner_type")
     if kind != "full":
         reading.fill_in("defaults", kind)
-    frozen = {key: reading.take(key) for key in ("freeze_llm", "freeze_aligner", "freeze_vit")}
-    if any(key in reading.entries for key in frozen):
-        usual = {"freeze_llm": False, "freeze_aligner": True, "freeze_vit": True}
-        parts = {"freeze_llm": "language_model", "freeze_aligner": "projector", "freeze_vit": "tower"}
-        kept = [parts[key] for key in parts if not (usual[key] if frozen[key] is None else frozen[key])]
-        reading.set("adapter.train_parts", kept, next(key for key in frozen if key in reading.entries))
+    kept, said = _trained_parts(reading), [key for key in _FROZEN if key in reading.entries]
+    if said:
+        reading.set("adapter.train_parts", kept, said[0])
     names, pattern = translation.names_of(reading.take("target_modules") or []), reading.take("target_regex")
     rank, blocks, start = (reading.take(key) for key in ("vera_rank", "llamapro_num_new_blocks", "init_weights"))
     if kind in ("lora", "vera"):
@@ -404,6 +406,11 @@ def _adapter(reading: translation.Translator) -> None:
         reading.refuse("adapters", "one adapter is gone on from", "merge the first ones by adapter.merge_first")
     elif path:
         reading.set("adapter.name_or_path", path[0], "adapters")
+
+
+def _trained_parts(reading: translation.Translator) -> list[str]:
+    frozen = {key: reading.take(key) for key in _FROZEN}
+    return [part for key, (part, usual) in _FROZEN.items() if not (usual if frozen[key] is None else frozen[key])]
 
 
 # ------------------------------------------------------------------ the run
@@ -427,7 +434,10 @@ def _schedule(reading: translation.Translator) -> None:
     steps, share = reading.take("warmup_steps"), reading.take("warmup_ratio")
     reading.set("train.warmup_steps", steps or share or 0, "warmup_steps" if steps else "warmup_ratio")
     for key, part in (("vit_lr", "tower"), ("aligner_lr", "projector")):
-        reading.copy(f"train.learning_rates.{part}", key)
+        if part in _trained_parts(reading):
+            reading.copy(f"train.learning_rates.{part}", key)
+        else:
+            reading.pass_over((key,), f"the {part} is frozen")
 
 
 def _run(reading: translation.Translator) -> None:
