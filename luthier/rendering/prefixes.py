@@ -33,6 +33,7 @@ from luthier.rendering.trace import Owner
 from luthier.writing import counted
 
 LONG = 128  # messages; the contexts of shorter rows are always rendered whole, once for all rows of their shape
+MOST_NEW = 500_000  # objects that long rows leave, garbage or not: some 50 MB
 WINDOWS = (6, 12, 24, 48, 96)  # messages before a turn
 FIRST_PROBES, LAST_PROBES, KIND_PROBES = 22, 3, 8
 MOST_PROVEN = 30_000  # messages in the plain renderings that the contexts of one row are compared with: 0.3 seconds
@@ -43,10 +44,14 @@ class NotLocal(Exception):
     """A context that was put together is not what the template prints: its contexts have to be rendered whole."""
 
 
+_num_new = 0
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Garbage is not looked for: nearly all that is made of a long row is kept, and to look at it again and again would
-    take a fifth of the time."""
+    take a fifth of the time. Templates leave garbage all the same, and it is looked for after `MOST_NEW` objects."""
+    global _num_new
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -54,8 +59,12 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             if not gc.get_freeze_count():  # what was made counts as old, and is not gone through at the next occasion
+                _num_new += gc.get_count()[0]
                 gc.freeze()
                 gc.unfreeze()
+                if _num_new > MOST_NEW:  # Python does not count what has become old so
+                    _num_new = 0
+                    gc.collect()
             gc.enable()
 
 

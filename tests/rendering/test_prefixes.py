@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -287,6 +288,24 @@ def test_what_is_kept_of_a_long_row_is_not_gone_through_at_once() -> None:
             kept = [[number] for number in range(100_000)]
         assert sum(gc.get_count()) < 1_000 and not gc.get_freeze_count()
         assert len(kept) == 100_000
+    finally:
+        gc.freeze()
+
+
+def test_garbage_of_long_rows_is_found_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "MOST_NEW", 20_000)
+    gc.unfreeze()  # what the tests' own process has set aside
+    try:
+        left = []
+        for _ in range(10):
+            with prefixes.uncollected():
+                for _ in range(5_000):
+                    held = set[int]()
+                    round_about: list[object] = [held]
+                    round_about.append(round_about)
+                left.append(weakref.ref(held))
+                del held, round_about
+        assert sum(each() is not None for each in left) < 5
     finally:
         gc.freeze()
 
