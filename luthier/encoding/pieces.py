@@ -161,7 +161,7 @@ class Assembler:
         self.tokenizer = tokenizer
         # each is kept as long as its blueprint is: those of long rows take much memory, and no other row has them
         self._assemblies: WeakKeyDictionary[Blueprint, dict[tuple[str, ...], _Assembly]] = WeakKeyDictionary()
-        self._num_made = 0
+        self._num_kept = 0  # at most: some may have gone with their blueprints
 
     def assemble(self, rows: Sequence[Filled]) -> list[Sample | RowError]:
         """One outcome per row, in order. Text that occurs several times is encoded once."""
@@ -179,15 +179,16 @@ class Assembler:
         return [self._sample(draft, encoded) for draft in drafts]
 
     def _assembly(self, blueprint: Blueprint, expansions: tuple[str, ...]) -> _Assembly:
-        known = self._assemblies.setdefault(blueprint, {})
-        if expansions not in known:
-            if self._num_made >= (MOST_WITH_MEDIA if expansions else MOST_ASSEMBLIES):
+        """The assembly of a blueprint with these texts for its media."""
+        known = self._assemblies.get(blueprint, {}).get(expansions)
+        if known is None:
+            if self._num_kept >= (MOST_WITH_MEDIA if expansions else MOST_ASSEMBLIES):
                 self._assemblies.clear()
-                self._num_made = 0
-            known = self._assemblies.setdefault(blueprint, {})
-            known[expansions] = _Assembly(blueprint, expansions, self.tokenizer)
-            self._num_made += 1
-        return known[expansions]
+                self._num_kept = 0
+            known = _Assembly(blueprint, expansions, self.tokenizer)
+            self._assemblies.setdefault(blueprint, {})[expansions] = known
+            self._num_kept += 1
+        return known
 
     def _without_bad(self, drafts: Sequence[_PendingSample], errors: Mapping[int, RowError]) -> list[Sample | RowError]:
         blame = [next((errors[number] for number in draft.numbers if number in errors), None) for draft in drafts]

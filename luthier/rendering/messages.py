@@ -445,9 +445,9 @@ def place_media(sketch: str, messages: Sequence[Message], slots: MediaSlots) -> 
     return placed
 
 
-def has_written_thinking(message: Message) -> bool:
-    """Whether some of its thinking was part of its text in the row."""
-    return any(isinstance(part, Thinking) and part.written is not None for part in message.parts)
+def thoughts_of(messages: Iterable[Message]) -> list[Thinking]:
+    """All thoughts in some messages; those that were part of a text in the row say how they were ``written``."""
+    return [part for message in messages for part in message.parts if isinstance(part, Thinking)]
 
 
 def with_thinking_in_text(message: Message) -> Message:

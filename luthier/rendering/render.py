@@ -24,11 +24,11 @@ from luthier.rendering.messages import (
     ControlTokens,
     MediaSlots,
     SlotsOnDemand,
-    has_written_thinking,
     media_of,
     media_of_parts,
     message_strings,
     no_slots,
+    thoughts_of,
     with_strings,
     with_thinking_in_text,
     without_empty_thinking,
@@ -237,16 +237,15 @@ class Renderer:
 
     def _prepared(self, row: records.Conversation, template: ChatTemplate) -> records.Conversation:
         """The row with the run's system message and rules, and thinking as the template takes it."""
-        row = replace(row, messages=other_rows.with_system(row.messages, self.policy.default_system))
-        row = apply_rules(row, self.policy.rules)
-        if any(map(has_written_thinking, row.messages)) and not self._knows_thinking(template):
+        messages = other_rows.with_system(row.messages, self.policy.default_system)
+        row = apply_rules(row if messages is row.messages else replace(row, messages=messages), self.policy.rules)
+        thoughts = thoughts_of(row.messages)
+        if any(thought.written is not None for thought in thoughts) and not self._knows_thinking(template):
             notes = row.notes
             if self._has_letters_for_tags(row):
                 notes = (*notes, (THOUGHT_IN_LETTERS, 1))
             row = replace(row, messages=tuple(map(with_thinking_in_text, row.messages)), notes=notes)
-        elif any(
-            isinstance(part, records.Thinking) and not part.text for message in row.messages for part in message.parts
-        ):
+        elif any(not thought.text for thought in thoughts):
             row = replace(row, messages=tuple(map(without_empty_thinking, row.messages)))
         if row.add_generation_prompt:  # all of it is context, whatever the row or a rule says
             row = replace(row, messages=tuple(map(other_rows.unlearned, row.messages)), train_on=TrainOn.NONE.value)
@@ -254,8 +253,7 @@ class Renderer:
 
     def _has_letters_for_tags(self, row: records.Conversation) -> bool:
         """Whether a thought that is text has tags that are tokens elsewhere."""
-        parts = (part for message in row.messages for part in message.parts if isinstance(part, records.Thinking))
-        tags = [(part.written or "").replace(part.text, "\0", 1) for part in parts]
+        tags = [(part.written or "").replace(part.text, "\0", 1) for part in thoughts_of(row.messages)]
         meant = self.control.tokens if row.rendered else self.policy.allowed
         return bool(self.control.count(tags).keys() - meant)
 

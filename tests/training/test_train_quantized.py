@@ -253,7 +253,7 @@ needs_gptqmodel = pytest.mark.skipif(
 @needs_gptqmodel
 @pytest.mark.filterwarnings("ignore")  # gptqmodel's own
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_a_modelin_gptq_or_awq_is_trained_on_as_it_is_and_merged(
+def test_a_model_in_gptq_or_awq_is_trained_on_as_it_is_and_merged(
     base: Path, train: Train, tmp_path: Path, method: str
 ) -> None:
     stored = tmp_path / "stored"
