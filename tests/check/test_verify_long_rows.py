@@ -13,7 +13,7 @@ from luthier.check.verify import plain_template
 from luthier.check.verify.findings import Check, RowVerdict
 from luthier.check.verify.policy import MOST_TURNS, drawn_turns
 from luthier.check.verify.row import RowVerifier
-from luthier.records import Conversation, Sample
+from luthier.records import Conversation, Sample, Thinking
 
 ANSWERS = 200
 SECONDS = 60  # of CPU for all of them; it takes one or two, and took minutes when every turn was rendered
@@ -96,6 +96,28 @@ def test_a_wrong_context_is_found_by_the_last_answer(long_row: tuple[Conversatio
     ids[start - 8] = ids[start - 9]
     checks = {v.check for v in verdict(row, replace(sample, input_ids=ids)).violations}
     assert Check.PROMPT_TOKENS in checks
+
+
+def test_turns_that_a_template_rewrites_are_judged_as_far_as_they_were_rendered() -> None:
+    """Its history drops thoughts, so an answer with one ends a branch, in which answers without one may stand."""
+    turns = []
+    for n in range(ANSWERS):
+        thoughts = [Thinking(text="Let me see.")] if n % 3 == 0 else []
+        turns += [message("user", f"question {n}?"), message("assistant", *thoughts, f"It is {n}.")]
+    row = chat(*turns)
+    sample = encoder().encode(row)
+    assert len(sample.branches) > 50
+    found = verdict(row, sample)
+    assert found.violations == () and found.notes["passed_answers"] > 100
+
+    verifier = RowVerifier(encoder())
+    expected = verifier.expected(row, verifier.policy)
+    drawn = next(turn.completion for turn in expected.turns if turn.message is not None and turn.message > 3)
+    ids = sample.input_ids.copy()
+    place = next(n for n in range(len(ids)) if np.array_equal(ids[n : n + len(drawn)], drawn))
+    ids[place] = ids[place + 1]
+    checks = {v.check for v in verdict(row, replace(sample, input_ids=ids)).violations}
+    assert {Check.COMPLETION_TOKENS, Check.DECODES} <= checks
 
 
 def test_a_message_that_is_asked_for_again_is_never_another(monkeypatch: pytest.MonkeyPatch) -> None:

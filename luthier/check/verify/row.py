@@ -290,7 +290,7 @@ class RowVerifier:
             applied.add(Check.NOTHING_SUPPLIED_TRAINED)
             faults += supplied_faults(expected.turns, homes, runs, besides.masks, passed)
         applied.update([Check.NO_FORGED_CONTROL, Check.DECODES])
-        faults += token_runs.run_faults(expected, runs, {home.run for home in homes})
+        faults += token_runs.run_faults(expected, homes, runs)
         faults += media_faults(expected.media, runs)
         if expected.media is not None:
             applied.update([Check.MEDIA_PLACES, Check.MEDIA_TOKENS])

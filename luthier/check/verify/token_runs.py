@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 
@@ -20,18 +20,21 @@ from luthier.records import Conversation, Message, Sample, Text, Thinking, ToolC
 from luthier.writing import counted
 
 
-def run_faults(expected: ExpectedRow, runs: Runs, judged: Set[int]) -> Iterator[Violation]:
+def run_faults(expected: ExpectedRow, homes: Sequence[Home], runs: Runs) -> Iterator[Violation]:
     """Each run is the conversation, or ends with one of its turns: in text, and in control tokens.
 
-    Of a long row whose turns were drawn only the runs ``judged`` hold a turn that was rendered.
+    Of a long row whose turns were drawn, runs are compared up to the last turn in them that was rendered.
     """
     candidates: list[Ids] = []
     control = np.array(sorted(runs.tokenizer.control_ids.values()), dtype=np.int32)
+    last = {home.run: turn for turn, home in zip(expected.turns, homes, strict=True)}
     passed_over = expected.policy is not None and bool(expected.policy.passed)
     for number, segment in enumerate(runs.segments):
         ids = segment.input_ids
-        if np.array_equal(expected.text_ids, ids) or (passed_over and number not in judged):
+        if np.array_equal(expected.text_ids, ids) or (passed_over and number not in last):
             continue
+        if passed_over and segment.target[len(last[number].ids) :].any():  # it goes on to a turn that was not rendered
+            ids = ids[: len(last[number].ids)]
         candidates = candidates or list(_candidates(expected))
         nearest = max(candidates, key=lambda ids_: (first_difference(ids_, ids), -len(ids_)))
         if np.array_equal(nearest, ids):
