@@ -62,8 +62,8 @@ class MessageSpan:
 class Recording:
     """What a template printed, as a sketch, for all rows whose strings answer its ``guards`` alike.
 
-    Its first ``shared`` characters are those of ``base``, where it was put together (`prefixes`); there are none in
-    any other. For each one behind them the character of ``owners`` in the same order is a number in ``owner_table``.
+    One that was put together (`prefixes`) begins with the first ``shared`` characters of ``base``; elsewhere these are
+    none. ``owners`` has a character for each of the others, in their order: the owner's number in ``owner_table``.
     """
 
     sketch: str
