@@ -81,6 +81,7 @@ class _State:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.begun = False
+        self.is_loaded = False
         self.failure: PluginError | None = None
         self.adding: str | None = None
         self.num_added = 0
@@ -94,6 +95,8 @@ def load_plugins() -> None:
 
     Raises `PluginError` that names the distribution of one that cannot be loaded, and again each time it is called.
     """
+    if _state.is_loaded:  # tables are read for each row
+        return
     with _state.lock:
         if not _state.begun:  # tables that a plugin reads while it is loaded have what was added so far
             _state.begun = True
@@ -106,6 +109,7 @@ def load_plugins() -> None:
                     break
                 finally:
                     _state.adding = None
+            _state.is_loaded = _state.failure is None
     if _state.failure is not None:
         raise _state.failure
 

@@ -237,10 +237,8 @@ class Message:
         return (
             self.role == "assistant"
             and self.train is None
-            and all(
-                isinstance(part, Text | Thinking) and part.train is None and not part.text.strip()
-                for part in self.parts
-            )
+            and not "".join([part.text for part in self.parts if isinstance(part, (Text, Thinking))]).strip()
+            and all(isinstance(part, (Text, Thinking)) and part.train is None for part in self.parts)
         )
 
 

@@ -201,10 +201,10 @@ class Assembler:
     def _sample(self, draft: _PendingSample, encoded: Sequence[NDArray[np.int32]]) -> Sample | RowError:
         row, assembly = draft.row, draft.assembly
         try:
-            texts = (
-                iter([self._with_control(text, row.allowed)[0] for text in draft.texts])
+            texts = iter(
+                [self._with_control(text, row.allowed)[0] for text in draft.texts]
                 if row.allowed
-                else (encoded[number] for number in draft.numbers)
+                else [encoded[number] for number in draft.numbers]
             )
         except RowError as error:
             return error.at(row.address)
@@ -213,7 +213,8 @@ class Assembler:
         ids = np.concatenate(arrays)
         if not len(ids):
             return RowError("empty", "the row renders to nothing", address=row.address)
-        sizes = np.add.reduceat(lengths, assembly.first_item).tolist()
+        is_path = len(assembly.parents) == 1
+        sizes = [len(ids)] if is_path else np.add.reduceat(lengths, assembly.first_item).tolist()
         branches = [Branch(parent=parent, length=size) for parent, size in zip(assembly.parents, sizes, strict=True)]
         notes = self._notes(row, assembly, lengths)
         if row.expansions:

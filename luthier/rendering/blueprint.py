@@ -13,7 +13,6 @@ Filling in a row's strings is then a matter of looking its values up; the templa
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -98,14 +97,21 @@ class Blueprint:
     control: ControlTokens
     has_unasked: bool = False
     differing: frozenset[int] = frozenset()
+    _sources: tuple[str | int | TextReference, ...] = field(init=False, repr=False)  # of the values
+
+    def __post_init__(self) -> None:
+        sources = [
+            value_of(reference, ()) if not isinstance(reference, Slot)
+            else reference if reference.operations else reference.number
+            for reference in self.references.values()
+        ]  # fmt: skip
+        object.__setattr__(self, "_sources", tuple(sources))
 
     def values(self, strings: Sequence[str]) -> list[str]:
         """The texts of the references in a row with these strings."""
         return [
-            strings[reference.number]
-            if type(reference) is Slot and not reference.operations
-            else value_of(reference, strings)
-            for reference in self.references.values()
+            strings[each] if isinstance(each, int) else each if isinstance(each, str) else value_of(each, strings)
+            for each in self._sources
         ]
 
     def fits(self, values: Sequence[str]) -> bool:
@@ -361,7 +367,7 @@ class Filled:
 
     blueprint: Blueprint
     values: list[str]
-    control_strings: Counter[str]
+    control_strings: Mapping[str, int]
     allowed: frozenset[str] = frozenset()
     media: tuple[Media, ...] = ()
     expansions: tuple[Expansion, ...] = ()

@@ -53,12 +53,12 @@ class ControlTokens:
         more = frozenset(tokens) - self.tokens
         return replace(self, tokens=self.tokens | more) if more else self
 
-    def count(self, texts: Sequence[str]) -> Counter[str]:
+    def count(self, texts: Sequence[str]) -> Mapping[str, int]:
         """How often each control string stands in some texts."""
         text = "\0".join(texts)
         # far quicker than to look for each of them
         if not any(first in text for first in self._firsts) or not any(stem in text for stem in self._stems):
-            return Counter()
+            return {}
         return Counter(token for _, _, token in self.find(text))
 
     @cached_property
@@ -179,19 +179,26 @@ def marked_tools(tools: Sequence[Mapping[str, object]], trace: Trace) -> list[ob
 def message_strings(message: Message) -> list[str]:
     """The strings of a message, numbers of tool arguments among them, in the order in which `marked_messages` marks
     them."""
-    match message.parts:
-        case (Text(text=text),) if message.name is None and message.tool_call_id is None:
-            return [text]
     strings: list[str] = []
 
-    def collect(value: object, _field: str, _part: int | None, is_shape: bool) -> object:
-        if isinstance(value, str) and not is_shape:
+    def collect(value: object, is_key: bool) -> object:
+        if isinstance(value, str) and not is_key:
             strings.append(value)
         elif is_number(value):
             strings.append(NumberText(repr(value)))
         return value
 
-    _message(message, collect, PLAIN)
+    for part in message.parts:
+        match part:
+            case Text() | Thinking():
+                strings.append(part.text)
+            case ToolCall():
+                strings += (part.name,) if part.id is None else (part.id, part.name)
+                _leaves(part.arguments, collect)
+    if message.name is not None:
+        strings.append(message.name)
+    if message.tool_call_id is not None:
+        strings.append(message.tool_call_id)
     return strings
 
 
@@ -415,11 +422,11 @@ def is_media(part: object) -> bool:
 
 def media_of(messages: Iterable[Message]) -> tuple[Media, ...]:
     """The media of some messages, in order."""
-    return tuple(item for message in messages for item in media_of_parts(message.parts))
+    return tuple([part for message in messages for part in message.parts if type(part) in KINDS])  # type: ignore[misc]
 
 
 def media_of_parts(parts: Iterable[Part]) -> tuple[Media, ...]:
-    return tuple(part for part in parts if isinstance(part, Image | Video | Audio))
+    return tuple([part for part in parts if type(part) in KINDS])  # type: ignore[misc]
 
 
 def place_media(sketch: str, messages: Sequence[Message], slots: MediaSlots) -> dict[int, int]:

@@ -8,7 +8,7 @@ blueprint, which serves every row of the same shape that answers the template's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -123,7 +123,8 @@ class Renderer:
             path = other_rows.document_path(shape, control=control, chars=tuple(references), slots=slots)
             variants.append(_CachedBlueprint(blueprint=build_blueprint([path], [], references, control)))
         texts = [part.text for part in document.parts if isinstance(part, records.Text)]
-        return self._filled(variants[0].blueprint, texts, row=document, media=media)
+        blueprint = variants[0].blueprint
+        return self._filled(blueprint, blueprint.values(texts), self.control.count(texts), row=document, media=media)
 
     def _need_template(self, media: Sequence[records.Media]) -> ChatTemplate:
         slots = self._media.for_media(media)
@@ -157,6 +158,8 @@ class Renderer:
         ends = row.continue_final_message, row.add_generation_prompt
         tools = recordings.tools_of(row.tools)
         all_strings = [*strings, *tools.texts]
+        touches_tags = self._touches_tags(template, strings)
+        found = self.control.count(strings) if touches_tags else {}
         variants = self._known((row.train_on, row.weight, *ends, shapes, tools.shape))
         for known in variants:
             values = known.blueprint.values(all_strings)
@@ -164,9 +167,9 @@ class Renderer:
                 known.replays += 1
                 if known.is_to_be_checked:
                     self._check(known, row, template, values)
-                if known.is_cut or self._touches_tags(template, strings):
+                if known.is_cut or touches_tags:
                     self._require_answers(known, row, template, values)
-                return self._filled(known.blueprint, strings, row=row, media=media, values=values)
+                return self._filled(known.blueprint, values, found, row=row, media=media)
         try:
             history = partial(RowHistory, template, row, shapes, all_strings, self._recordings, tools=tools)
             known = self._build(row, history)
@@ -188,8 +191,7 @@ class Renderer:
             variants.append(known)
             joined = (path.recording for path in known.paths if path.recording.base is not None)
             recordings.num_chars += sum(len(one.sketch) for one in joined)
-        values = known.blueprint.values(all_strings)
-        return self._filled(known.blueprint, strings, row=row, media=media, values=values)
+        return self._filled(known.blueprint, known.blueprint.values(all_strings), found, row=row, media=media)
 
     def _not_following(self, what: str, row: records.Conversation, template: ChatTemplate) -> Filled:
         """A row whose tools or numbers the template may do more with than print them: if so, no row's are followed."""
@@ -203,13 +205,13 @@ class Renderer:
     def _filled(
         self,
         blueprint: Blueprint,
-        strings: Sequence[str],
+        values: list[str],
+        found: Mapping[str, int],
         *,
         row: records.Conversation | records.Document,
-        media: tuple[records.Media, ...] = (),
-        values: list[str] | None = None,
+        media: tuple[records.Media, ...],
     ) -> Filled:
-        found = self.control.count(strings)
+        """The row with what ``found`` says of its own texts: how often each control string stands in them."""
         meant = self.control.tokens if row.rendered else self.policy.allowed
         allowed = meant & found.keys()
         if found and self.policy.forbids_control and found.keys() - allowed:
@@ -221,7 +223,7 @@ class Renderer:
             )
         return Filled(
             blueprint=blueprint,
-            values=blueprint.values(strings) if values is None else values,
+            values=values,
             control_strings=found,
             allowed=frozenset(allowed),
             media=media,
@@ -240,12 +242,13 @@ class Renderer:
         messages = other_rows.with_system(row.messages, self.policy.default_system)
         row = apply_rules(row if messages is row.messages else replace(row, messages=messages), self.policy.rules)
         thoughts = thoughts_of(row.messages)
-        if any(thought.written is not None for thought in thoughts) and not self._knows_thinking(template):
+        written = [thought for thought in thoughts if thought.written is not None]
+        if written and not self._knows_thinking(template):
             notes = row.notes
             if self._has_letters_for_tags(row):
                 notes = (*notes, (THOUGHT_IN_LETTERS, 1))
             row = replace(row, messages=tuple(map(with_thinking_in_text, row.messages)), notes=notes)
-        elif any(not thought.text for thought in thoughts):
+        elif [thought for thought in thoughts if not thought.text]:
             row = replace(row, messages=tuple(map(without_empty_thinking, row.messages)))
         if row.add_generation_prompt:  # all of it is context, whatever the row or a rule says
             row = replace(row, messages=tuple(map(other_rows.unlearned, row.messages)), train_on=TrainOn.NONE.value)

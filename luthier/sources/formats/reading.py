@@ -40,7 +40,7 @@ _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")
 _SIGNED = re.compile(r"-?[0-9]{1,9}(\.[0-9]{1,20})?")
 _PLACE = re.compile(r"\{(\w+)\}")  # of a column in a pattern
 _USUALLY_EXPECTED = ("answer", "solution")
-_OF_THE_CONVERSATION = ("messages", "prompt", "query", "history", "system", "tools", *COLUMN_OF_KIND.values())
+_OF_THE_CONVERSATION = {"messages", "prompt", "query", "history", "system", "tools", *COLUMN_OF_KIND.values()}
 _LABEL_WORDS = {
     "true": True, "1": True, "1.0": True, "desirable": True, "chosen": True,
     "false": False, "0": False, "0.0": False, "undesirable": False, "rejected": False,
@@ -55,10 +55,12 @@ class Reading:
         self.columns = layout.columns
         self.layout = layout
         self.address: Address = row.address
-        for column in layout.columns.values():
-            if type(row.data.get(column)) is dict:
-                refuse_unreadable(column, row.data[column])
-        self._media_columns = {kind: self.column(name) for kind, name in COLUMN_OF_KIND.items() if self.has(name)}
+        self._values = values = {ours: row.data[its] for ours, its in layout.columns.items() if its in row.data}
+        for name, value in values.items():
+            if type(value) is dict:
+                refuse_unreadable(layout.columns[name], value)
+        self._taken = {layout.columns[name] for name in values.keys() & _OF_THE_CONVERSATION}
+        self._media_columns = {kind: values[name] for kind, name in COLUMN_OF_KIND.items() if name in values}
         self._root = layout.media_root if layout.media_root is not None else _folder_of(row.address.file)
         self._slots = slots
         self.media = self.fresh_media()
@@ -70,13 +72,11 @@ class Reading:
 
     def column(self, name: str) -> Any:
         """The value of our column ``name``; None if the row, or the source, has none."""
-        theirs = self.columns.get(name)
-        return None if theirs is None else self.data.get(theirs)
+        return self._values.get(name)
 
     def has(self, name: str) -> bool:
         """Whether the row has a value in our column ``name``."""
-        theirs = self.columns.get(name)
-        return theirs is not None and self.data.get(theirs) is not None
+        return self._values.get(name) is not None
 
     def field(self, name: str) -> str:
         """The file's name of our column."""
@@ -84,7 +84,7 @@ class Reading:
 
     def text(self, name: str) -> str:
         """The text of a column, ``""`` if it is absent; raises `RowError` if it is something else."""
-        value = self.column(name)
+        value = self._values.get(name)
         if value is None:
             return ""
         if type(value) is not str:
@@ -102,11 +102,11 @@ class Reading:
     def messages(self, name: str, media: MediaQueue | None = None) -> list[Message]:
         """The list of messages in our column ``name``."""
         tags, queue = self.layout.tags, media or self.media
-        return turns.read_messages(self.column(name), field=self.field(name), tags=tags, media=queue)
+        return turns.read_messages(self._values.get(name), field=self.field(name), tags=tags, media=queue)
 
     def continuation(self, name: str, media: MediaQueue | None = None) -> list[Message]:
         """What an assistant says, in our column ``name``: text, one message, or a list of messages."""
-        value, media = self.column(name), media or self.media
+        value, media = self._values.get(name), media or self.media
         if type(value) is str and not _is_message_list(value):
             return self._transcript(value, media) or [self._answer(value)]
         if type(value) is dict:
@@ -123,10 +123,10 @@ class Reading:
         """
         if self.has("messages"):
             messages = self.messages("messages")
-        elif type(self.column("prompt")) in (list, dict) or _is_message_list(self.column("prompt")):
+        elif type(prompt := self._values.get("prompt")) in (list, dict) or _is_message_list(prompt):
             messages = self.messages("prompt")
         else:
-            question = "\n".join(text for text in (self.text("prompt"), self.text("query")) if text)
+            question = "\n".join([text for text in (self.text("prompt"), self.text("query")) if text])
             if not question:
                 raise self._no_prompt()
             messages = [*self._history(), Message(role="user", parts=tuple(self.media.split(question)))]
@@ -164,7 +164,7 @@ class Reading:
 
     def label(self) -> bool:
         """The verdict of a feedback row; raises `RowError` if it is neither true nor false."""
-        value = self.column("kto_tag")
+        value = self._values.get("kto_tag")
         if type(value) in (bool, int, float) and value in (0, 1):
             return bool(value)
         if type(value) is str and value.strip().lower() in _LABEL_WORDS:
@@ -173,7 +173,7 @@ class Reading:
 
     def train_on(self) -> str | None:
         """The row's own policy, or its data set's; raises `RowError` if there is no policy of that name."""
-        value = self.column("train_on")
+        value = self._values.get("train_on")
         if value is None or value == "":
             return self.layout.train_on
         if type(value) is not str or value not in list(TrainOn):
@@ -183,7 +183,7 @@ class Reading:
 
     def weight(self) -> float:
         """What the whole row counts in the loss, 1.0 where it does not say. Cells of CSV files hold numbers as text."""
-        value, field = self.column("weight"), self.field("weight")
+        value, field = self._values.get("weight"), self.field("weight")
         if value is None or value == "":
             return 1.0
         if type(value) is str and _NUMBER.fullmatch(value):
@@ -240,11 +240,10 @@ class Reading:
 
     def _columns_for_rewards(self) -> JsonObject:
         """All of the row but the conversation itself."""
-        taken = {self.columns[name] for name in _OF_THE_CONVERSATION if name in self.columns}
-        return {name: value for name, value in self.data.items() if name not in taken}
+        return {name: value for name, value in self.data.items() if name not in self._taken}
 
     def _is_unfinished(self, messages: Sequence[Message]) -> bool:
-        value = self.column("continue_final_message")
+        value = self._values.get("continue_final_message")
         if value is None or value is False:
             return False
         field = self.field("continue_final_message")
@@ -297,7 +296,7 @@ class Reading:
         for messages in paths:
             turns.check_tool_results(messages)
         self.media.finish()
-        return turns.read_tools(self.column("tools"))
+        return turns.read_tools(self._values.get("tools"))
 
     def _check_answer(self, messages: Sequence[Message], field: str) -> None:
         if messages[0].role != "assistant":
@@ -309,7 +308,7 @@ class Reading:
 
     def _transcript(self, text: str, media: MediaQueue) -> list[Message]:
         """The turns of a dialogue in one text; none if it is an answer, as it is wherever the row has its question."""
-        if any(map(self.has, ("prompt", "query", "messages"))):
+        if self.has("prompt") or self.has("query") or self.has("messages"):
             return []
         return [
             self._answer(said) if role == "assistant" else Message(role=role, parts=tuple(media.split(said)))
@@ -323,7 +322,7 @@ class Reading:
 
     def _history(self) -> list[Message]:
         """Earlier turns as pairs: ``[["Hi", "Hello!"], …]``."""
-        pairs = self.column("history")
+        pairs = self._values.get("history")
         if type(pairs) is str and pairs:
             pairs = decode_text(pairs, reason="bad_history", field=self.field("history"))
         if not pairs:
@@ -343,7 +342,7 @@ class Reading:
 
     def _margin(self) -> float | None:
         """How much better the chosen continuation is; cells of CSV files hold numbers as text."""
-        value = self.column("margin")
+        value = self._values.get("margin")
         if value is None or value == "":
             return None
         if type(value) is str and _SIGNED.fullmatch(value):
@@ -389,16 +388,15 @@ def settle_turns(messages: Sequence[Message], policy: SameRole) -> tuple[Sequenc
     A blank answer (no text but white space, no thought, no call) is context, unless the row says that it is learned.
     Raises `RowError` (``same_role``) where ``policy`` does not take two messages of one role in a row.
     """
-    messages, found = _settle_pairs(messages, policy, "messages")
-    notes = list(found)
+    messages, notes = _settle_pairs(messages, policy, "messages")
     first = next((message.role for message in messages if message.role != "system"), "")
     if first == "assistant":  # the template says what becomes of it: it is learned where some prompt leads to it
-        notes.append((_FIRST, 1))
-    num_blank = sum(message.is_blank_answer for message in messages)
+        notes = (*notes, (_FIRST, 1))
+    num_blank = len([message for message in messages if message.is_blank_answer])
     if num_blank:
         messages = [replace(one, train=False) if one.is_blank_answer else one for one in messages]
-        notes.append((BLANK_ANSWER, num_blank))
-    return messages, tuple(notes)
+        notes = (*notes, (BLANK_ANSWER, num_blank))
+    return messages, notes
 
 
 def settle_compared(
@@ -433,7 +431,7 @@ def _check_seam(policy: SameRole, name: str) -> None:
 def _settle_pairs(messages: Sequence[Message], policy: SameRole, name: str) -> tuple[Sequence[Message], Notes]:
     """The messages of the column ``name`` with two of one role in a row as ``policy`` says, counted."""
     roles = [message.role for message in messages]
-    if not any(role == after and role in _SPEAKERS for role, after in pairwise(roles)):
+    if not [role for role, after in pairwise(roles) if role == after and role in _SPEAKERS]:
         return messages, ()
     settled: list[Message] = []
     counts: dict[str, int] = {}

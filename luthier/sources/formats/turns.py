@@ -69,15 +69,14 @@ def read_message(message: object, *, tags: Tags, media: MediaQueue) -> Message:
 
 def _read_full_message(message: dict[str, object], role: str, *, tags: Tags, media: MediaQueue) -> Message:
     parts = _reasoning(message, role)
-    if parts:
-        tags = replace(tags, thinking=None)  # its thinking stands apart: what tags there are in the text are text
+    thinking = None if parts else tags.thinking  # where it stands apart, what tags there are in the text are text
     content = message.get(tags.content)
     train, spans = read_spans(message, content if role != FUNCTION_CALL else None)
     if role == FUNCTION_CALL:
         role = "assistant"
         parts += read_calls(content)
     elif content is not None:
-        parts += mark_spans(_read_content(content, role, tags=tags, media=media), spans)
+        parts += mark_spans(_read_content(content, role, thinking, media, field=tags.content), spans)
     parts += _tool_calls(message, role)
     if not parts:
         raise RowError(
@@ -114,32 +113,32 @@ def _other_style(message: dict[str, object], tags: Tags) -> str:
     )
 
 
-def _read_content(content: object, role: str, *, tags: Tags, media: MediaQueue) -> list[Part]:
+def _read_content(
+    content: object, role: str, thinking: tuple[str, str] | None, media: MediaQueue, *, field: str
+) -> list[Part]:
     if type(content) is str:
-        return _split(content, role, tags, media)
+        return _split(content, role, thinking, media)
     if type(content) is dict:
         content = [content]
     if type(content) is not list:
-        raise RowError(
-            "bad_content", f"content is text or a list of parts, not {json_kind(content)}", field=tags.content
-        )
+        raise RowError("bad_content", f"content is text or a list of parts, not {json_kind(content)}", field=field)
     parts: list[Part] = []
     for index, item in enumerate(content):
         try:
-            parts += _read_part(item, role, replace(tags, thinking=None) if parts else tags, media)
+            parts += _read_part(item, role, None if parts else thinking, media)
         except RowError as error:
-            raise error.inside(f"{tags.content}[{index}]") from None
+            raise error.inside(f"{field}[{index}]") from None
     return parts
 
 
-def _split(text: str, role: str, tags: Tags, media: MediaQueue) -> list[Part]:
+def _split(text: str, role: str, thinking: tuple[str, str] | None, media: MediaQueue) -> list[Part]:
     """What an assistant writes is text after its thinking, to the last character, also where it looks like a marker."""
-    return split_thinking(text, tags.thinking) if role == "assistant" else media.split(text)
+    return split_thinking(text, thinking) if role == "assistant" else media.split(text)
 
 
-def _read_part(item: object, role: str, tags: Tags, media: MediaQueue) -> list[Part]:
+def _read_part(item: object, role: str, thinking: tuple[str, str] | None, media: MediaQueue) -> list[Part]:
     if type(item) is str:
-        return _split(item, role, tags, media)
+        return _split(item, role, thinking, media)
     if type(item) is not dict:
         raise RowError("bad_part", f"a part is an object with a type, not {json_kind(item)}")
     kind = item.get("type")
@@ -148,7 +147,7 @@ def _read_part(item: object, role: str, tags: Tags, media: MediaQueue) -> list[P
     match kind:
         case "text" | "input_text" | "output_text":
             text = _part_text(item, ("text", "value"))
-            return _flagged(item, text, _split(text, role, tags, media))
+            return _flagged(item, text, _split(text, role, thinking, media))
         case "thinking" | "reasoning":
             if role != "assistant":
                 raise RowError("bad_part", f"only an assistant thinks, this is a {role} message")
@@ -337,7 +336,7 @@ def check_tool_results(messages: Sequence[Message]) -> None:
 
     The message need not hold a `ToolCall`: in many data sets the call is written in the text. Raises `RowError`.
     """
-    if all(message.role != "tool" for message in messages):
+    if "tool" not in [message.role for message in messages]:
         return
     previous = ""
     ids: set[str] = set()
