@@ -16,11 +16,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
 from peft.tuners.lora import LoraLayer
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from peft.utils.other import TrainableTokensWrapper
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -37,15 +45,40 @@ from luthier.writing import counted, write_text
 _IS_OF_ADAPTER = re.compile(r"\.(lora|oft|vera)_")  # not a module that is saved whole, nor an embedding beside it
 _MADV_PAGEOUT = 21  # Linux 5.4. It loses nothing: a page that is asked for again is read again
 _DIGEST = "digest.txt"
+_HEADS = ("classifier", "score")  # what PEFT adds to the modules of a model that judges
 
 
 def existing_settings(source: str, key: str) -> PeftConfig:
     """The settings of an adapter that is there; raises `ModelError` where none is."""
+    folder = Path(source).expanduser()
+    if folder.is_dir() and not (folder / CONFIG_NAME).is_file():  # not a name on the Hub
+        inside = folder / "model"  # of a run
+        hint = f"set {key}: {inside}" if (inside / CONFIG_NAME).is_file() else f"name a folder with {CONFIG_NAME}"
+        raise ModelError(f"{key} {source!r} is not an adapter: the folder has no {CONFIG_NAME}", hint=hint)
     try:
         return PeftConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
-        hint = "name a folder with adapter_config.json"
+        hint = f"name a folder with {CONFIG_NAME}"
         raise ModelError(f"{key} {source!r} is not an adapter: {error}", hint=hint) from error
+
+
+def task_of(model: PreTrainedModel) -> str:
+    """What PEFT calls the model's task. It trains the head of a reward model, which is new, whole; and it asks a model
+    that is said to answer for what only such a model has."""
+    return "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
+
+
+def _has_other_task(model: PreTrainedModel, settings: PeftConfig) -> bool:
+    """Whether an adapter comes from a model of another task, as that of a reward model does which goes on from SFT."""
+    return settings.task_type is not None and settings.task_type != task_of(model)
+
+
+def _to_merge(model: PreTrainedModel, source: str, key: str) -> PeftConfig:
+    """The settings of an adapter that is merged: for a model of another task it has matrices alone."""
+    settings = existing_settings(source, key)
+    if _has_other_task(model, settings):
+        settings.task_type = None
+    return settings
 
 
 def check_existing(section: AdapterConfig, source: str) -> PeftConfig:
@@ -61,10 +94,15 @@ def check_existing(section: AdapterConfig, source: str) -> PeftConfig:
 
 
 def continue_adapter(model: PreTrainedModel, section: AdapterConfig, source: str) -> PeftModel:
-    check_existing(section, source)
+    settings = check_existing(section, source)
     try:
         with quiet_peft():
-            adapted = PeftModel.from_pretrained(model, source, is_trainable=True)
+            if _has_other_task(model, settings):  # what else is trained, the head of a reward model, begins anew
+                adapted = shape_existing(model, section, source)
+                state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+                set_peft_model_state_dict(adapted, {**state, **load_peft_weights(source, device="cpu")})
+            else:
+                adapted = PeftModel.from_pretrained(model, source, is_trainable=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"adapter.name_or_path {source!r} does not fit the model: {error}") from error
     _check_fit(adapted, source)
@@ -93,6 +131,9 @@ def shape_existing(model: PreTrainedModel, section: AdapterConfig, source: str) 
     Raises `ModelError` where the adapter is missing, is of another type, or does not fit the model.
     """
     settings = check_existing(section, source)
+    if _has_other_task(model, settings):
+        settings.task_type = task_of(model)
+        settings.modules_to_save = [one for one in settings.modules_to_save or () if one not in _HEADS] or None
     settings.inference_mode, settings.base_model_name_or_path = False, None
     if isinstance(settings, LoraConfig):
         settings.init_lora_weights = True  # an initialisation that reads the weights has none to read
@@ -114,7 +155,7 @@ def merge_first(model: PreTrainedModel, section: AdapterConfig) -> PreTrainedMod
         key = f"adapter.merge_first[{index}]"
         try:
             with quiet_peft():
-                adapted = PeftModel.from_pretrained(model, source)
+                adapted = PeftModel.from_pretrained(model, source, config=_to_merge(model, source, key))
             _check_fit(adapted, source, key)
             model = merge_adapter(adapted)
         except (OSError, ValueError, RuntimeError, SafetensorError, AttributeError, NotImplementedError) as error:
@@ -124,7 +165,7 @@ def merge_first(model: PreTrainedModel, section: AdapterConfig) -> PreTrainedMod
 
 def check_mergeable(model: PreTrainedModel, source: str, key: str) -> None:
     """Raise `ModelError` where an adapter is missing or does not fit a model, which may be without weights."""
-    settings = existing_settings(source, key)
+    settings = _to_merge(model, source, key)
     settings.inference_mode, settings.base_model_name_or_path = True, None
     if isinstance(settings, LoraConfig):
         settings.init_lora_weights = True

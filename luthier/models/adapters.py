@@ -20,7 +20,7 @@ from luthier.config.adapters import FROM_BASE_AND_ROWS, REGEX
 from luthier.config.choices import AdapterType, ModelPart
 from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
-from luthier.models.adapter_files import continue_adapter, quiet_peft
+from luthier.models.adapter_files import continue_adapter, quiet_peft, task_of
 from luthier.models.model import REWARD_HEAD
 from luthier.models.quantized import num_packed, num_weights, packed_layers
 from luthier.models.routers import router_names
@@ -291,9 +291,8 @@ def _new_adapter(
                 hint=f"there are {', '.join(_collapse(modules))}",
             )
     _check_some_targeted(model, section, parts)
-    # a reward model's head is new, so it is trained as a whole, which PEFT knows by the kind of task
     common: dict[str, object] = {
-        "task_type": "CAUSAL_LM" if model.can_generate() else "SEQ_CLS",
+        "task_type": task_of(model),
         "target_modules": targets,
         "modules_to_save": list(section.modules_to_save) or None,
         "exclude_modules": _excluded(model, section, parts),

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
 )
 
 from luthier.config.choices import AdapterType
@@ -575,3 +576,61 @@ def test_what_cannot_be_merged_first_is_refused_with_its_place(tmp_path: Path) -
     with pytest.raises(ModelError, match=r"adapter\.merge_first\[0\](.|\n)*the model wants"):
         adapter_files.check_mergeable(model, str(tmp_path / "other"), "adapter.merge_first[0]")
     assert not any("lora" in name for name, _ in model.named_modules())
+
+
+# -------------------------------------------------------------------------------- adapters of a model of another task
+
+
+def _judge(base: PreTrainedModel) -> PreTrainedModel:
+    """A reward model of the same layers as `_model`'s."""
+    torch.manual_seed(1)
+    judge = Qwen3ForSequenceClassification(Qwen3Config(**{**base.config.to_dict(), "num_labels": 1, "pad_token_id": 0}))
+    judge.model.load_state_dict(cast(Any, base).model.state_dict())
+    return judge.eval()
+
+
+@pytest.mark.parametrize("kind", [AdapterType.LORA, AdapterType.OFT])
+@pytest.mark.parametrize("first", ["answers", "judges"])
+def test_an_adapter_of_a_model_of_another_task_is_gone_on_from_and_merged(
+    kind: AdapterType, first: str, tmp_path: Path
+) -> None:
+    def made(of: str) -> PreTrainedModel:
+        return (_model() if of == "answers" else _judge(_model())).eval()
+
+    then = {"answers": "judges", "judges": "answers"}[first]
+    section = AdapterConfig(type=kind, r=4, oft_block_size=4)
+    trained = adapters.apply_adapter(made(first), section)
+    with torch.no_grad():
+        for name, values in trained.named_parameters():
+            if ".lora_" in name or ".oft_" in name:
+                values.copy_(torch.randn_like(values) / 5)
+    adapter_files.save_adapter(trained, tmp_path / "first")
+    layers = made(then)
+    merged = cast(Any, trained).merge_and_unload()
+    cast(Any, layers).model.load_state_dict(merged.model.state_dict())
+
+    def logits(model: torch.nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return cast(torch.Tensor, model(input_ids=IDS % 128).logits)
+
+    expected = logits(layers)
+    assert not torch.allclose(expected, logits(made(then)), atol=1e-3)  # it does something
+    on = AdapterConfig(type=kind, name_or_path=str(tmp_path / "first"))
+    adapted = adapters.apply_adapter(made(then), on).eval()
+    assert torch.allclose(logits(adapted), expected, atol=1e-5)
+    assert any("score" in name for name in _trained(adapted)) == (then == "judges")
+    adapter_files.save_adapter(adapted, tmp_path / "on")
+    assert torch.allclose(logits(PeftModel.from_pretrained(made(then), tmp_path / "on").eval()), expected, atol=1e-5)
+    shaped = adapter_files.shape_existing(made(then), on, str(tmp_path / "first"))
+    assert _trained(shaped) == _trained(adapted)
+    adapter_files.check_mergeable(made(then), str(tmp_path / "first"), "adapter.merge_first[0]")
+    whole = adapter_files.merge_first(made(then), AdapterConfig(merge_first=[str(tmp_path / "first")]))
+    assert torch.allclose(logits(whole), expected, atol=1e-5)
+
+
+def test_a_run_named_in_place_of_its_adapter_is_told_where_that_is(train: Train, tmp_path: Path) -> None:
+    run = str(tmp_path / "first")
+    train(DATA, folder="first", adapter__type="lora", adapter__r=4)
+    with pytest.raises(ModelError, match=r"has no adapter_config\.json") as refused:
+        train(DATA, folder="again", adapter__type="lora", adapter__name_or_path=run)
+    assert refused.value.hint == f"set adapter.name_or_path: {run}/model"
