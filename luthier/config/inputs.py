@@ -286,7 +286,7 @@ class DataConfig(Section):
     media_root: choices.PathLike | None = None
     """``media_root`` of data sets that say none themselves."""
     eval_split: choices.ShareOrCount = 0
-    """Rows held out of the training data, when no eval data is named: a share below 1, or a number of rows."""
+    """Rows held out of the training data, when no eval data is named: a share below 1, at least one, or a number."""
     first_rows: choices.Count | None = None
     """Take only this many rows from the beginning of each data set (all, if there are fewer); with ``max_rows``, from
     the beginning of the sample. LLaMA-Factory's ``max_samples``."""

@@ -176,11 +176,13 @@ def _freeze(model: PreTrainedModel, section: AdapterConfig) -> None:
     for pattern in section.freeze_trainable_modules:
         matched = [p for name, p in model.named_parameters() if _is_whole(name, pattern)]
         if not matched:
-            names = _collapse(name for name, _ in model.named_parameters())
-            raise ModelError(
-                f"adapter.freeze_trainable_modules: no parameter matches {pattern!r}",
-                hint=f"there are {', '.join(names)}",
-            )
+            names, own = _collapse(name for name, _ in model.named_parameters()), dict(model.named_parameters())
+            what, hint = f"no parameter matches {pattern!r}", f"there are {', '.join(names)}"
+            for tied, weight in model.named_parameters(remove_duplicate=False):
+                if _is_whole(tied, pattern):
+                    name = next(name for name, each in own.items() if each is weight)
+                    what, hint = f"{tied} is the same weight as {name}", f"name {name} in its place, which trains both"
+            raise ModelError(f"adapter.freeze_trainable_modules: {what}", hint=hint)
         for parameter in matched:
             parameter.requires_grad_(True)
     if not any(p.requires_grad for p in model.parameters()):

@@ -147,8 +147,8 @@ def empty_side(size: float | int, wanted: int, num_rows: int) -> UserError:
 
 
 def num_held_out(size: float | int, num_rows: int) -> int:
-    """How many of so many rows ``data.eval_split`` holds out."""
-    return round(size * num_rows) if size < 1 else int(size)
+    """How many of so many rows ``data.eval_split`` holds out: of a share, at least one."""
+    return max(round(size * num_rows), 1 if size else 0) if size < 1 else int(size)
 
 
 # ------------------------------------------------------------------------------------------------ the file of lost rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,12 @@ def rows(entry: str, more: str = "", key: str = "datasets") -> str:
     (rows("path: r.jsonl, type: alpaca_chat.load_qa"), "data.train[0].columns",
      {"prompt": "question", "response": "answer"}),
     (rows("path: r.jsonl, type: sharegpt"), "data.train[0].format", "sharegpt"),
+    (rows("path: r.jsonl, type: sharegpt, conversation: chatml"), "template.chat_template", "chatml"),
+    (rows("path: r.jsonl, type: sharegpt, conversation: llama-3"), "template.chat_template", "own_or_llama3"),
+    (rows("path: r.jsonl, type: sharegpt, conversation: chatml"), "template.default_system",
+     "You are a helpful assistant."),
+    (rows("path: r.jsonl, type: sharegpt, conversation: chatml", "default_system_message: Be kind.\n"),
+     "template.default_system", "Be kind."),
     (rows("path: r.jsonl, type: completion, field: body"), "data.train[0].columns", {"text": "body"}),
     (rows("path: r.jsonl, type: completion"), "objective.name", "pt"),
     (rows("path: r.jsonl, type: input_output"), "data.train[0].rendered", True),
@@ -274,6 +281,9 @@ def test_data_sets_become_what_they_mean_here(text: str, ours: str, value: objec
     (with_lines("datasets:\n"), "datasets"),
     (rows("path: r.jsonl, type: jeopardy"), "datasets[0].type"),
     (rows("path: r.jsonl, type: stepwise_supervised"), "datasets[0].type"),
+    (rows("path: r.jsonl, type: sharegpt, conversation: vicuna_v1.1"), "datasets[0].conversation"),
+    (with_lines("adapter: lora\nlora_target_modules: '.*q_proj'\npeft_layers_to_transform: [1]\n"),
+     "peft_layers_to_transform"),
     (rows("path: r.jsonl, type: chatml.intel"), "datasets[0].type"),
     (rows("path: r.jsonl, type: chat_template, no_such: 10"), "datasets[0].no_such"),
     (rows("path: r.jsonl, type: chat_template, split: 'train[:1%]'"), "datasets[0].split"),
@@ -346,6 +356,28 @@ def test_rows_are_written_as_axolotl_writes_them(kind: str, text: str) -> None:
     messages = [*system, {"role": "user", "content": "Say hi."}, {"role": "assistant", "content": "Hi"}]
     shown = Environment(trim_blocks=True, lstrip_blocks=True).from_string(source)
     assert shown.render(messages=messages, bos_token="<s>", eos_token="</s>").rstrip() == f"<s>{text}"
+
+
+@pytest.mark.parametrize("modules", [["q_proj", "mlp.up_proj"], "all-linear"], ids=["named", "all"])
+@pytest.mark.parametrize(("layers", "pattern"), [([0, 12], None), (1, "blocks"), ([1], ["layers"])], ids=str)
+def test_layers_that_are_chosen_by_number_are_those_that_peft_chooses(
+    modules: str | list[str], layers: int | list[int], pattern: str | list[str] | None
+) -> None:
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    linear = ["self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"]
+    names = [f"{before}.{number}.{each}" for before in ("model.layers", "visual.blocks", "model.layers.1.experts")
+             for number in (0, 1, 2, 12) for each in linear] + ["lm_head", "visual.merger.q_proj"]  # fmt: skip
+    chosen = value_of(with_lines(
+        f"adapter: lora\nlora_target_modules: {json.dumps(modules)}\npeft_layers_to_transform: {layers}\n"
+        + (f"peft_layers_pattern: {json.dumps(pattern)}\n" if pattern else "")
+    ), "adapter.target_modules")  # fmt: skip
+    (regex,) = chosen if isinstance(chosen, list) else ()
+    theirs = LoraConfig(target_modules=[each.split(".")[-1] for each in linear] if modules == "all-linear" else modules,
+                        layers_to_transform=layers, layers_pattern=pattern)  # fmt: skip
+    found = [name for name in names if re.fullmatch(regex.removeprefix("regex:"), name)]
+    assert found == [name for name in names if check_target_module_exists(theirs, name)] != []
 
 
 def test_a_fault_below_a_data_set_names_their_line_and_key() -> None:

@@ -108,6 +108,7 @@ def test_their_defaults_are_written_out() -> None:
     ("use_dft_loss: true\n", "objective.loss", "dft"),
     ("finetuning_type: full\nuse_galore: true\ngalore_rank: 4\n", "train.optim_args.rank", 4),
     ("finetuning_type: full\nuse_galore: true\n", "train.optim", "galore_adamw"),
+    ("finetuning_type: full\nuse_galore: true\ngalore_target: mlp,self_attn\n", "train.optim", "galore_adamw"),
     ("use_muon: true\n", "train.optim", "muon"),
     ("optim: adafactor\noptim_args: scale_parameter=False,relative_step=False\n", "train.optim_args",
      {"scale_parameter": False, "relative_step": False}),

@@ -254,6 +254,7 @@ def test_their_defaults_are_written_out(fields: dict[str, dict[str, object]]) ->
     ("packing: false\nseed: 3\n", "output.resume", "never"),
     ("packing: false\ngradient_checkpointing: false\nactivation_offloading: true\n", "train.offload", ["activations"]),
     ("packing: false\ngroup_by_length: true\nwandb_project: mine\n", "objective.name", "sft"),
+    ("packing: false\ntokenizer_name_or_path: a/b\n", "model.tokenizer_name_or_path", "a/b"),
     ("packing: false\nchat_template: '{{ messages }}'\n", "template.chat_template", "{{ messages }}"),
     ("packing: false\nsystem_prompt: Be short.\n", "template.default_system", "Be short."),
     ("packing: false\npush_to_hub: true\nhub_model_id: a/b\n", "objective.name", "sft"),

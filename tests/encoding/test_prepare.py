@@ -207,7 +207,7 @@ def test_damage_to_the_store_is_found_before_training(tmp_path, make_config):
 
 def test_held_out_rows_are_never_trained_on_and_none_is_lost(tmp_path, make_config):
     rows = write(tmp_path / "rows.jsonl", [line(f"row {n} ") for n in range(50)])
-    for size, number in ((0.2, 10), (7, 7)):
+    for size, number in ((0.2, 10), (7, 7), (0.001, 1)):
         prepared = prepare(make_config(rows, eval_split=size), LetterEncoder())
         train, held = set(texts(prepared.train)), set(texts(prepared.eval))
         assert len(held) == number == prepared.eval.ledger.prepared
@@ -252,7 +252,7 @@ def test_which_rows_are_held_out_is_known_before_any_is_read(tmp_path, make_conf
     assert prepared.train.numbering.counts == (40,)
 
 
-@pytest.mark.parametrize("size", [0.001, 5])
+@pytest.mark.parametrize("size", [0.95, 5])
 def test_a_split_with_an_empty_side_is_refused(tmp_path, make_config, size):
     rows = write(tmp_path / "rows.jsonl", [line(f"row {n}") for n in range(5)])
     with pytest.raises(UserError, match=r"data\.eval_split"):

@@ -26,7 +26,8 @@ _PAIRS = {"dpo": None, "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 _LORA_KEYS = (
     "lora_model_dir", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear",
     "lora_target_parameters", "lora_modules_to_save", "lora_rank_pattern", "lora_alpha_pattern", "loraplus_lr_ratio",
-    "loraplus_lr_embedding", "peft", "peft_use_dora", "peft_use_rslora", "peft_init_lora_weights", "merge_lora",
+    "loraplus_lr_embedding", "peft", "peft_use_dora", "peft_use_rslora", "peft_init_lora_weights",
+    "peft_layers_to_transform", "peft_layers_pattern", "merge_lora",
 )  # fmt: skip
 
 
@@ -249,6 +250,18 @@ def _targets(reading: Translator) -> None:
         reading.set("adapter.target_modules", names_of(names), "lora_target_modules")
     else:
         reading.told.append("adapter: no modules are named, so LoRA stands in all linear layers")
+    numbers, lists = reading.take("peft_layers_to_transform"), reading.take("peft_layers_pattern")
+    if numbers in (None, []):
+        return
+    if isinstance(names, str) and not _SIMPLE_NAME.fullmatch(names) and not is_all:
+        reading.refuse("peft_layers_to_transform", "lora_target_modules is a pattern, which names layers itself")
+        return
+    chosen = ["[^.]+"] if is_all or not names or "all-linear" in names else map(re.escape, names_of(names))
+    layers = "|".join(str(number) for number in (numbers if isinstance(numbers, list) else [numbers]))
+    # the first number in a name says the layer, or the one behind a name that is given
+    before = rf"(?:.*\.)?(?:{'|'.join(names_of(lists))})\." if lists else r"(?:[^.\d][^.]*\.){2,}"
+    pattern = rf"regex:{before}(?:{layers})\.(?:.*\.)?(?:{'|'.join(chosen)})"
+    reading.set("adapter.target_modules", [pattern], "peft_layers_to_transform")
 
 
 def _unfrozen(reading: Translator, patterns: list[str]) -> None:

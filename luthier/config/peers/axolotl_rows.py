@@ -58,9 +58,7 @@ class RowsRead:
     """What the data sets of one file together say of the run."""
 
     formats: set[str] = field(default_factory=set)
-    templates: dict[str, str] = field(
-        default_factory=dict
-    )  # the template that is asked for ("" the model's own) -> key
+    templates: dict[str, str] = field(default_factory=dict)  # what is asked for ("" the model's own) -> key
 
 
 def read_data(reading: Translator, rows_of: str) -> RowsRead:
@@ -68,9 +66,7 @@ def read_data(reading: Translator, rows_of: str) -> RowsRead:
     found = RowsRead()
     sets: list[tuple[str, _DataSet]] = []
     counts: dict[str, int] = {}
-    if not any(
-        reading.entries.get(key) is not None and reading.take(key) for key in ("datasets", "pretraining_dataset")
-    ):
+    if not reading.take("datasets") and not reading.take("pretraining_dataset"):
         reading.refuse("datasets", "no data set is named, so there is nothing to train on",
                        "for example datasets: [{path: rows.jsonl, type: chat_template}]")  # fmt: skip
         reading.set("data.train[0].path", "refused", "datasets")
@@ -79,17 +75,14 @@ def read_data(reading: Translator, rows_of: str) -> RowsRead:
         listed = value if isinstance(value, list) else [] if value is None else [value]
         for index, entry in enumerate(listed):
             at = f"{theirs}[{index}]" if isinstance(value, list) else theirs
-            if isinstance(entry, str):
-                entry = {"path": entry, "type": "completion"}
+            entry = {"path": entry, "type": "completion"} if isinstance(entry, str) else entry
             if not isinstance(entry, dict):
                 reading.refuse(at, "a data set is a mapping with a path and a type")
                 continue
-            if theirs == "pretraining_dataset":
+            if is_stream := theirs == "pretraining_dataset":
                 entry = {"type": "pretrain", **entry}
-            is_stream = theirs == "pretraining_dataset" or reading.flag("streaming")
-            source = _DataSet(
-                reading=reading, at=at, left=dict(entry), rows_of=rows_of, found=found, is_stream=is_stream
-            )
+            is_stream |= reading.flag("streaming")
+            source = _DataSet(reading=reading, at=at, left=entry, rows_of=rows_of, found=found, is_stream=is_stream)
             source.ask()
             sets.append((ours, source))
     _one_template(reading, found, [source for _, source in sets])
@@ -262,7 +255,7 @@ class _DataSet:
             named = {} if match[1] == "train" else {"split": ("split", match[1])}
             return {**named, "first_rows": ("split", int(match[2]))}
         if "[" in str(split):
-            self._refuse("split", f"of files, {split} is not taken", "write train[:1000] for the first 1,000 rows")
+            self._refuse("split", f"of files, {split} is not taken", "write train[:1000], or val_set_size: 0.1")
         return {} if split == "train" else {"split": ("split", str(split))}
 
     # ------------------------------------------------------------------ how rows are written
@@ -350,6 +343,11 @@ class _DataSet:
         """The template that these rows ask for: of their type, of the data set, or of the file."""
         name, source = self._take("chat_template"), self._take("chat_template_jinja")
         key = f"{self.at}.chat_template" if name or source else "chat_template"
+        if (old := self._take("conversation")) is not None and kind.format == "sharegpt" and not (name or source):
+            # one of FastChat's, by which axolotl once wrote such rows; its system message is its own
+            name, key = str(old).replace("llama-3", "llama3"), f"{self.at}.conversation"
+            if "default_system_message" not in self.reading.entries:
+                self.reading.set("template.default_system", "You are a helpful assistant.", key)
         if kind.template is not None:
             self._wants(kind.template, f"{self.at}.type")
             return
@@ -375,9 +373,8 @@ class _DataSet:
                                 "write chat_template_jinja, or tokenizer_default for the model's own")  # fmt: skip
             return ""
         if name != "tokenizer_default":
-            told = f"{key}: the model's own template is used" + (
-                f", or {known[name]} if it has none" if known[name] else ""
-            )
+            otherwise = f", or {known[name]} if it has none" if known[name] else ""
+            told = f"{key}: the model's own template is used{otherwise}"
             self.reading.told += [told] if told not in self.reading.told else []
         return f"own_or_{known[name]}" if known[name] else ""
 

@@ -315,7 +315,10 @@ def _settings(reading: Translator, prefix: str) -> dict[str, tuple[str, object]]
     if reading.flag("apollo_scale_front"):
         reading.refuse("apollo_scale_front", "apollo-torch's optimizer has no such setting", "remove the line")
     target = reading.take(f"{prefix}_target")
-    if target not in (None, "all"):
+    if target is not None and {"mlp"} < set(names_of(target)) <= {"mlp", "self_attn", "attn", "self_attention"}:
+        reading.told.append(f"{prefix}_target: all linear layers but the output layer are projected, also those that "
+                            "stand neither in an mlp nor in an attention")  # fmt: skip
+    elif target not in (None, "all", ["all"]):
         reading.refuse(f"{prefix}_target", "all linear layers but the output layer are projected", "write all")
     return found
 
