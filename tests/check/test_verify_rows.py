@@ -145,6 +145,22 @@ def test_an_answer_may_name_what_it_calls_for_and_may_not_be_printed_twice(text:
         assert [check for check, _ in found] == [Check.ANSWER_DECODES] * faults
 
 
+@pytest.mark.parametrize("text", ["<think>", "</think>", "<think>a</think>", 'not "<think>" but\n<thought>'])
+def test_a_calls_arguments_may_hold_tags_of_thoughts(text: str) -> None:
+    calls = [ToolCall(name="weather", arguments={"city": text, "days": [text, {text: 1}]})] * 2
+    row = chat(
+        message("user", "q"), message("assistant", *calls), message("tool", "1"), message("assistant", "ok"),
+        tools=(WEATHER,),
+    )  # fmt: skip
+    for under_test in (encoder(), encoder(chat_template="hermes")):
+        assert RowVerifier(under_test).verify(row, under_test.encode(row)).violations == ()
+    said = Said.of((Thinking(text="so"), *calls), str)
+    printed = "".join(f"<call>{json.dumps(call.arguments)}</call>" for call in calls)
+    for thought, faults in (("<think>so</think>", 0), ("<think>so", 1), ("<think>so</think></think>", 1), ("so", 0)):
+        found = CompletionReading(header=str, prompt="<m>", completion=thought + printed, said=said).faults()
+        assert [check for check, _ in found] == [Check.ANSWER_DECODES] * faults, thought
+
+
 def _trains(row: Row, under_test: Encoder) -> bool:
     try:
         under_test.encode(row)

@@ -27,7 +27,7 @@ from itertools import islice
 
 from luthier.check.verify.findings import Check, Method
 from luthier.check.verify.plain_template import PlainTemplate, Tools
-from luthier.check.verify.policy import changed_leaves, holds_arguments, json_values, leaves, short
+from luthier.check.verify.policy import changed_leaves, dense, holds_arguments, json_values, leaves, short
 from luthier.check.verify.reference_tokenizer import SECRET_BEGIN, SECRET_END, ReferenceTokenizer
 from luthier.errors import RowError
 from luthier.records import Audio, Conversation, Image, Message, Part, Text, Thinking, ToolCall, Video
@@ -82,7 +82,7 @@ class Said:
 
     def dense(self) -> Said:
         """The same without white space."""
-        return Said(thought=_dense(self.thought), texts=tuple(map(_dense, self.texts)), calls=self.calls)
+        return Said(thought=dense(self.thought), texts=tuple(map(dense, self.texts)), calls=self.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +115,9 @@ class CompletionReading:
     def faults(self) -> Iterator[Finding]:
         """What is wrong with it, of the best way to read it."""
         said = self.said.dense() if self.loosely else self.said
-        text = _dense(self.completion) if self.loosely else self.completion
-        prompt = _dense(self.prompt) if self.loosely else self.prompt
-        header = _Header(cache(lambda: _dense(self.header()) if self.loosely else self.header()), prompt)
+        text = dense(self.completion) if self.loosely else self.completion
+        prompt = dense(self.prompt) if self.loosely else self.prompt
+        header = _Header(cache(lambda: dense(self.header()) if self.loosely else self.header()), prompt)
         thoughts = re.findall(_TAG, header.text()) if _THOUGHT.search(prompt.lower()) else []
         opened = [turn for turn in map(_turn_of_thought, thoughts) if turn is not None]
         best: list[Finding] | None = None
@@ -154,7 +154,7 @@ def _missing(text: str, said: Said) -> Iterator[Finding]:
             why = "stands in another place than it should"
         elif wanted.casefold() in text.casefold():
             why = "is learned in another case"
-        elif _dense(wanted) in _dense(text):
+        elif dense(wanted) in dense(text):
             why = "is learned with other white space"
         elif wanted[: max(len(wanted) // 4, 1)] in text or wanted[-max(len(wanted) // 4, 1) :] in text:
             why = "is learned only in part"
@@ -182,7 +182,7 @@ def _faults_of(
     if not said.calls:
         for number, gap in enumerate(gaps):
             words = _words(gap, has_label=bool(said.thought) and number < 2)
-            copied = next((name for name, item in said.items if _dense(item) and _dense(item) in _dense(gap)), None)
+            copied = next((name for name, item in said.items if dense(item) and dense(item) in dense(gap)), None)
             if copied is not None and words:
                 yield Check.ANSWER_DECODES, f"the {copied} is learned twice: {short(_shown(text))}"
             elif words:
@@ -207,8 +207,7 @@ def _times_in_call(text: str, arguments: Mapping[str, object], printed: str) -> 
     count = 0
     for leaf in leaves(arguments):
         if isinstance(leaf, str) and text in leaf:
-            forms = (json.dumps(leaf), json.dumps(leaf, ensure_ascii=False), leaf)
-            count += next((form.count(text) for form in forms if form in printed), 0)
+            count += next((form.count(text) for form in _forms(leaf) if form in printed), 0)
     return count
 
 
@@ -249,8 +248,8 @@ def _thought_faults(gaps: Sequence[str], opened: Sequence[bool], said: Said) -> 
     """
     num_opened, is_open = sum(opened), bool(opened) and opened[-1]
     is_closed = bool(opened) and not is_open
-    for number, gap in enumerate(gaps):
-        for tag in re.findall(_TAG, gap):
+    for number, tags in enumerate(_own_tags(gaps, said.calls)):
+        for tag in tags:
             turn = _turn_of_thought(tag)
             if turn is None:
                 continue
@@ -269,6 +268,26 @@ def _thought_faults(gaps: Sequence[str], opened: Sequence[bool], said: Said) -> 
             yield Check.ANSWER_DECODES, f"the answer {short(said.items[number][1])} stands inside of a thought"
     if is_open:
         yield Check.ANSWER_DECODES, "a thought is opened and never closed"
+
+
+def _own_tags(gaps: Sequence[str], calls: Sequence[Mapping[str, object]]) -> list[list[str]]:
+    """The tags of each gap, without the last ones of a name, as often as the arguments of calls say them: as text."""
+    tags: list[list[str]] = [re.findall(_TAG, gap) for gap in gaps]
+    said: Counter[str] = Counter()
+    if any(tags):
+        text = dense("".join(gaps))
+        for leaf in (leaf for arguments in calls for leaf in leaves(arguments) if isinstance(leaf, str)):
+            said.update(re.findall(_TAG, leaf) if any(dense(form) in text for form in _forms(leaf)) else ())
+    for of_gap in reversed(tags):
+        for place in reversed(range(len(of_gap))):
+            if said[of_gap[place]]:
+                said[of_gap.pop(place)] -= 1
+    return tags
+
+
+def _forms(leaf: str) -> tuple[str, str, str]:
+    """How templates print a string of a call's arguments: as JSON, or as it is."""
+    return json.dumps(leaf)[1:-1], json.dumps(leaf, ensure_ascii=False)[1:-1], leaf
 
 
 def _turn_of_thought(tag: str) -> bool | None:
@@ -292,26 +311,6 @@ def _words(gap: str, *, has_label: bool) -> str:
 
 def _shown(text: str) -> str:
     return text.replace(SECRET_BEGIN, "").replace(SECRET_END, "")
-
-
-def _dense(text: str) -> str:
-    return "".join(text.split())
-
-
-def added_text(history: str, prompt: str) -> str:
-    """What a prompt has behind the history; where it rewrites it, what stands behind their common beginning.
-
-    A tag that both begin with is given back whole: ``<a>x<eos>``, ``<a>x<think>`` -> ``<think>``.
-    """
-    common = next(
-        (at for at, (one, two) in enumerate(zip(history, prompt, strict=False)) if one != two),
-        min(len(history), len(prompt)),
-    )
-    if common < len(history):
-        opening = max(prompt.rfind(bracket, max(0, common - 40), common) for bracket in "<[")
-        if opening >= 0 and not set(prompt[opening:common]) & set(">] \n"):
-            common = opening
-    return prompt[common:]
 
 
 # --------------------------------------------------------------------------------------------------------------------

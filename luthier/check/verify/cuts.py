@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from luthier.check.verify.completions import CompletionReading, NeutralRow, Said, added_text, mark_ends, strings_of
+from luthier.check.verify.completions import CompletionReading, NeutralRow, Said, mark_ends, strings_of
 from luthier.check.verify.findings import Method
 from luthier.check.verify.plain_template import Printer, thinking_switches
 from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer
@@ -73,7 +73,7 @@ class RenderedCase:
             history = self.printer.render(self.row.messages[:index], self.row.tools, **kwargs) if index else ""
         except RowError:  # some templates render a history only to ask
             history = ""
-        return self.tokenizer.hide(added_text(history, prompt))
+        return self.tokenizer.hide(_added_text(history, prompt))
 
     def reading(self, cut: Cut, completion: str) -> CompletionReading:
         """The completion of a turn that was rendered, without its stop, to be read as the turn's message.
@@ -193,7 +193,7 @@ def cut_elsewhere(shown: RenderedCase, index: int, own: Cut | None, whole_text: 
             begin = len(whole_text) - len(behind)
             break
     history = shown.printer.render(messages[:index], shown.row.tools) if index else ""
-    header = added_text(history, shown.prompt(index))
+    header = _added_text(history, shown.prompt(index))
     if not header:
         behind = _behind_answer(shown, index - 1, (), {}) if index else None
         seam = begin + len(behind or "")
@@ -291,3 +291,19 @@ def _stop_before_next(shown: RenderedCase, cut: Cut, tail: str) -> str | None:
         if spans and not behind[len(tail) : spans[0][0]].strip() and behind[slice(*spans[0])] in tokenizer.stops:
             return behind[len(tail) : spans[0][1]]
     return None
+
+
+def _added_text(history: str, prompt: str) -> str:
+    """What a prompt has behind the history; where it rewrites it, what stands behind their common beginning.
+
+    A tag that both begin with is given back whole: ``<a>x<eos>``, ``<a>x<think>`` -> ``<think>``.
+    """
+    common = next(
+        (at for at, (one, two) in enumerate(zip(history, prompt, strict=False)) if one != two),
+        min(len(history), len(prompt)),
+    )
+    if common < len(history):
+        opening = max(prompt.rfind(bracket, max(0, common - 40), common) for bracket in "<[")
+        if opening >= 0 and not set(prompt[opening:common]) & set(">] \n"):
+            common = opening
+    return prompt[common:]

@@ -375,8 +375,8 @@ class LearnedText:
 
     def holds(self, text: str, *, loosely: bool = False) -> bool:
         """Whether a text ends in what is learned; ``loosely``: whatever the white space."""
-        before, learned = (_dense(self.before), _dense(self.learned)) if loosely else (self.before, self.learned)
-        text = _dense(text) if loosely else text
+        before, learned = (dense(self.before), dense(self.learned)) if loosely else (self.before, self.learned)
+        text = dense(text) if loosely else text
         place = (before + learned).rfind(text)
         return place >= 0 and (not text or place + len(text) > len(before))
 
@@ -461,7 +461,8 @@ def leaves(value: object) -> Iterator[object]:
             yield value
 
 
-def _dense(text: str) -> str:
+def dense(text: str) -> str:
+    """A text without its white space."""
     return "".join(text.split())
 
 
