@@ -13,6 +13,7 @@ from verify_cases import (
     AT,
     HOSTILE,
     PLAIN,
+    PRESET,
     ROWS,
     SEAM,
     THINKING,
@@ -159,6 +160,44 @@ def test_a_calls_arguments_may_hold_tags_of_thoughts(text: str) -> None:
     for thought, faults in (("<think>so</think>", 0), ("<think>so", 1), ("<think>so</think></think>", 1), ("so", 0)):
         found = CompletionReading(header=str, prompt="<m>", completion=thought + printed, said=said).faults()
         assert [check for check, _ in found] == [Check.ANSWER_DECODES] * faults, thought
+
+
+# Qwen3's template reads tags of thoughts in an answer's text, and only while no other question follows.
+_QUESTION, _TAGS = message("user", "q"), "<think>\nx\n</think>\n\n"
+READ_BY_TEMPLATE = {
+    "where it is the last": (
+        message("assistant", Text(text="<think> </think>   Yes", weight=0.5)), message("user", "r"),
+        message("assistant", "z"),
+    ),
+    "in a text that is not learned": (message("assistant", Text(text=_TAGS, train=False)),),
+    "in a text, and not in a call": (
+        message("assistant", Text(text=f"{_TAGS}so"), ToolCall(name="weather", arguments={"city": "<think>"})),
+        message("tool", "1"), message("assistant", "z"),
+    ),
+    "white space of another weight": (message("assistant", Text(text="\n \n", weight=0.5)),),
+    "a letter that has two forms": (
+        message("assistant", ToolCall(name="weather", arguments={"city": ['"</think>" e\u0301', {"e\u0301": 1}]})),
+        message("tool", "1"), message("assistant", "z"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_real", [False, True], ids=["tiny", "qwen3"])
+@pytest.mark.parametrize("case", READ_BY_TEMPLATE)
+def test_tags_that_a_template_reads_in_texts_raise_no_alarm(
+    case: str, is_real: bool, request: pytest.FixtureRequest
+) -> None:
+    name = str(request.getfixturevalue("shared") / "tokenizers/qwen3") if is_real else PRESET
+    under_test = encoder(name, chat_template="qwen3")
+    row = chat(_QUESTION, *READ_BY_TEMPLATE[case], tools=(WEATHER,))
+    sample = under_test.encode(row)
+    assert [str(found) for found in RowVerifier(under_test).verify(row, sample).violations] == []
+    for place in np.flatnonzero(sample.target):
+        if 0 < (index := int(place)) < len(sample.input_ids) - 1 and sample.target[index - 1] != sample.target[index]:
+            other = sample.input_ids.copy()
+            other[index] = other[index] + 1
+            changed = replace(sample, input_ids=other)
+            assert RowVerifier(under_test).verify(row, changed).violations, index
 
 
 def _trains(row: Row, under_test: Encoder) -> bool:

@@ -17,17 +17,25 @@ two<|im_end|>
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice
+from itertools import count, islice
 
 from luthier.check.verify.findings import Check, Method
 from luthier.check.verify.plain_template import PlainTemplate, Tools
-from luthier.check.verify.policy import changed_leaves, dense, holds_arguments, json_values, leaves, short
+from luthier.check.verify.policy import (
+    changed_leaves,
+    changed_strings,
+    dense,
+    holds_arguments,
+    json_values,
+    leaves,
+    printed_forms,
+    short,
+)
 from luthier.check.verify.reference_tokenizer import SECRET_BEGIN, SECRET_END, ReferenceTokenizer
 from luthier.errors import RowError
 from luthier.records import Audio, Conversation, Image, Message, Part, Text, Thinking, ToolCall, Video
@@ -207,7 +215,7 @@ def _times_in_call(text: str, arguments: Mapping[str, object], printed: str) -> 
     count = 0
     for leaf in leaves(arguments):
         if isinstance(leaf, str) and text in leaf:
-            count += next((form.count(text) for form in _forms(leaf) if form in printed), 0)
+            count += next((form.count(text) for form in printed_forms(leaf) if form in printed), 0)
     return count
 
 
@@ -277,17 +285,12 @@ def _own_tags(gaps: Sequence[str], calls: Sequence[Mapping[str, object]]) -> lis
     if any(tags):
         text = dense("".join(gaps))
         for leaf in (leaf for arguments in calls for leaf in leaves(arguments) if isinstance(leaf, str)):
-            said.update(re.findall(_TAG, leaf) if any(dense(form) in text for form in _forms(leaf)) else ())
+            said.update(re.findall(_TAG, leaf) if any(dense(form) in text for form in printed_forms(leaf)) else ())
     for of_gap in reversed(tags):
         for place in reversed(range(len(of_gap))):
             if said[of_gap[place]]:
                 said[of_gap.pop(place)] -= 1
     return tags
-
-
-def _forms(leaf: str) -> tuple[str, str, str]:
-    """How templates print a string of a call's arguments: as JSON, or as it is."""
-    return json.dumps(leaf)[1:-1], json.dumps(leaf, ensure_ascii=False)[1:-1], leaf
 
 
 def _turn_of_thought(tag: str) -> bool | None:
@@ -330,7 +333,7 @@ def _shown(text: str) -> str:
 
 
 TOOLS = -1  # stands for the tool declarations where messages are counted
-Spot = tuple[int, str]  # (message, control string)
+Spot = tuple[int, int, str]  # (message, string of it, control string)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -369,64 +372,76 @@ def neutralise(
     messages, tools = row.messages, row.tools
     merged = tuple(_with_one_text(message) for message in messages)
     spots = _spots(merged, tools, tokenizer, meant)
-    found = Counter({token: 0 for _, token in spots})
-    for (_, token), count in spots.items():
-        found[token] += count
+    found = Counter({token: 0 for _, _, token in spots})
+    for (_, _, token), times in spots.items():
+        found[token] += times
     if not spots:
         return NeutralRow(messages=merged, tools=tools, words={}, method=Method.WHOLE, found={})
     words = _neutral_words(sorted(found), merged, tools, template)
-    original = template.render(merged, tools)
+    originals = {len(merged): template.render(merged, tools)}
+    for at in {at for at, _, _ in spots if at != TOOLS and merged[at].role == "assistant"}:
+        if (text := _rendered(template, merged[: at + 1], tools)) is not None:
+            originals[at + 1] = text
 
     def attempt(chosen: frozenset[Spot], method: Method) -> NeutralRow:
         def change(at: int) -> Callable[[str], str]:
-            mine = [(token, word) for word, token in words.items() if (at, token) in chosen]
-            mine.sort(key=lambda pair: -len(pair[0]))  # longest first, as a tokenizer would read them
-            return lambda text: functools.reduce(lambda so_far, pair: so_far.replace(*pair), mine, text)
+            numbers = count()
 
+            def changed(text: str) -> str:
+                number = next(numbers)
+                mine = [(token, word) for word, token in words.items() if (at, number, token) in chosen]
+                mine.sort(key=lambda pair: -len(pair[0]))  # longest first, as a tokenizer would read them
+                return functools.reduce(lambda so_far, pair: so_far.replace(*pair), mine, text)
+
+            return changed
+
+        in_tools = change(TOOLS)
         return NeutralRow(
-            messages=tuple(_changed(message, change(at)) for at, message in enumerate(merged)),
-            tools=[changed_leaves(tool, change(TOOLS)) for tool in tools],
-            words={word: token for word, token in words.items() if any(spot[1] == token for spot in chosen)},
+            messages=tuple(changed_strings(message, change(at)) for at, message in enumerate(merged)),
+            tools=[changed_leaves(tool, in_tools) for tool in tools],
+            words={word: token for word, token in words.items() if any(spot[2] == token for spot in chosen)},
             method=method,
             found=dict(found),
         )
 
     whole = attempt(frozenset(spots), Method.NEUTRALISED)
-    if _renders_to(whole, template, original):
+    if _renders_alike(whole, template, originals):
         return whole
-    harmless = [spot for spot in spots if _renders_to(attempt(frozenset([spot]), whole.method), template, original)]
+    seen = {at: {end: originals[end] for end in (at + 1, len(merged)) if end in originals} for at, _, _ in spots}
+    harmless = [s for s in spots if _renders_alike(attempt(frozenset([s]), whole.method), template, seen[s[0]])]
     return attempt(frozenset(harmless), Method.READ_BY_TEMPLATE)
 
 
 def strings_of(message: Message) -> list[str]:
     """Every string of a message that a template may print."""
     found: list[str] = []
-    _changed(message, _collector(found))
+    changed_strings(message, _collector(found))
     return found
 
 
-def mark_ends(message: Message, mark: str, *, begin: bool = False) -> Message:
-    """The message with ``mark`` after each of its strings that says something, or before it."""
-    return _changed(message, lambda text: (mark + text if begin else text + mark) if text.strip() else text)
+def _renders_alike(row: NeutralRow, template: PlainTemplate, originals: Mapping[int, str]) -> bool:
+    """Whether the first so many messages render to these texts: a turn may be read otherwise once others follow it."""
+    texts = ((_rendered(template, row.messages[:end], row.tools), text) for end, text in originals.items())
+    return all(found is not None and row.restored(found) == text for found, text in texts)
 
 
-def _renders_to(row: NeutralRow, template: PlainTemplate, original: str) -> bool:
+def _rendered(template: PlainTemplate, messages: Sequence[Message], tools: Tools) -> str | None:
     try:
-        return row.restored(template.render(row.messages, row.tools)) == original
+        return template.render(messages, tools)
     except RowError:
-        return False  # the template reads the string and does not like the word
+        return None  # the template reads a string of the row and does not like it
 
 
 def _spots(
     messages: Sequence[Message], tools: Tools, tokenizer: ReferenceTokenizer, meant: frozenset[str]
 ) -> Counter[Spot]:
-    texts = [(at, text) for at, message in enumerate(messages) for text in strings_of(message)]
+    declared: list[str] = []
     for tool in tools:
-        declared: list[str] = []
         changed_leaves(tool, _collector(declared))
-        texts += [(TOOLS, text) for text in declared]
-    found = ((at, token) for at, text in texts for token in tokenizer.control_strings(text))
-    return Counter(spot for spot in found if spot[1] not in meant)
+    texts = {TOOLS: declared, **{at: strings_of(message) for at, message in enumerate(messages)}}
+    strings = ((at, number, text) for at, said in texts.items() for number, text in enumerate(said))
+    found = ((at, number, token) for at, number, text in strings for token in tokenizer.control_strings(text))
+    return Counter(spot for spot in found if spot[2] not in meant)
 
 
 def _neutral_words(
@@ -471,28 +486,3 @@ def _collector(found: list[str]) -> Callable[[str], str]:
         return text
 
     return collect
-
-
-def _changed(message: Message, change: Callable[[str], str]) -> Message:
-    parts: list[Part] = []
-    for part in message.parts:
-        match part:
-            case Text() | Thinking():
-                parts.append(replace(part, text=change(part.text)))
-            case ToolCall():
-                parts.append(
-                    replace(
-                        part,
-                        name=change(part.name),
-                        arguments=changed_leaves(part.arguments, change),
-                        id=None if part.id is None else change(part.id),
-                    )
-                )
-            case _:
-                parts.append(part)
-    return replace(
-        message,
-        parts=tuple(parts),
-        name=None if message.name is None else change(message.name),
-        tool_call_id=None if message.tool_call_id is None else change(message.tool_call_id),
-    )

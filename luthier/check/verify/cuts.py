@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from luthier.check.verify.completions import CompletionReading, NeutralRow, Said, mark_ends, strings_of
+from luthier.check.verify.completions import CompletionReading, NeutralRow, Said, strings_of
 from luthier.check.verify.findings import Method
 from luthier.check.verify.plain_template import Printer, thinking_switches
+from luthier.check.verify.policy import changed_strings
 from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer
 from luthier.errors import RowError
 from luthier.records import Message, Text, Thinking, ToolCall
@@ -223,7 +224,7 @@ def _is_before_answer(shown: RenderedCase, index: int, prompt: str, kwargs: Mapp
     message = shown.row.messages[index]
     if not any(text[:1].isspace() or text[:1] in "<[" for text in strings_of(message) if text):
         return True
-    marked = (*shown.row.messages[:index], mark_ends(message, MARK, begin=True))
+    marked = (*shown.row.messages[:index], _mark_ends(message, MARK, begin=True))
     try:
         return shown.printer.render(marked, shown.row.tools, **kwargs).startswith(prompt)
     except RowError:
@@ -235,7 +236,7 @@ def _behind_answer(
 ) -> str | None:
     """What the template prints behind the last string of a turn; None if the turn has none, or cannot be marked."""
     messages = shown.row.messages
-    marked = mark_ends(messages[index], MARK)
+    marked = _mark_ends(messages[index], MARK)
     for one in (marked, _with_ids_of(messages[index], marked)):  # some templates ask how long an id is
         try:
             text = shown.printer.render((*messages[:index], one, *following), shown.row.tools, **kwargs)
@@ -307,3 +308,8 @@ def _added_text(history: str, prompt: str) -> str:
         if opening >= 0 and not set(prompt[opening:common]) & set(">] \n"):
             common = opening
     return prompt[common:]
+
+
+def _mark_ends(message: Message, mark: str, *, begin: bool = False) -> Message:
+    """The message with ``mark`` after each of its strings that says something, or before it."""
+    return changed_strings(message, lambda text: (mark + text if begin else text + mark) if text.strip() else text)

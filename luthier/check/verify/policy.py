@@ -20,6 +20,7 @@ from luthier.config.choices import HistoryRendering, TrainOn
 from luthier.records import Conversation, Document, Message, Part, TargetRule, Text, Thinking, ToolCall
 
 Spoken = Text | Thinking | ToolCall
+LONGEST_SHOWN = 60  # characters of a text in a message
 MOST_TURNS = 64  # learned answers of a conversation that are all rendered; of more, some are drawn
 
 
@@ -363,9 +364,6 @@ def _train(rule: TargetRule) -> bool | None:
 # ------------------------------------------------------------------------------------------ the text of what is learned
 
 
-LONGEST_SHOWN = 60  # characters of a text in a message
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnedText:
     """What is learned, as text, and what the prompt ends with: a template may begin the answer itself (``<think>``)."""
@@ -399,11 +397,11 @@ def missing_of_part(part: Spoken, learned: LearnedText, tokenizer: ReferenceToke
         case ToolCall():
             if not learned.holds(tokenizer.normalised(part.name).strip()):
                 return f"the tool's name {part.name!r} is not learned"
-            if any(holds_arguments(value, part.arguments) for value in json_values(learned.learned)):
+            normal = changed_leaves(part.arguments, tokenizer.normalised)
+            if any(holds_arguments(value, part.arguments, normal) for value in json_values(learned.learned)):
                 return None
-            said = [leaf for leaf in leaves(part.arguments) if not isinstance(leaf, bool | None)]  # True or true
-            texts = [tokenizer.normalised(str(leaf)).strip() for leaf in said]
-            lost = [text for text in texts if not learned.holds(text)]
+            texts = [str(leaf).strip() for leaf in leaves(normal) if not isinstance(leaf, bool | None)]  # True or true
+            lost = [text for text in texts if not any(map(learned.holds, printed_forms(text)))]
             return f"the argument {short(lost[0])} of {part.name!r} is not learned" if lost else None
         case _:
             raise AssertionError(f"unknown part {part!r}")
@@ -422,10 +420,10 @@ def json_values(text: str) -> Iterator[object]:
         place = end
 
 
-def holds_arguments(value: object, arguments: Mapping[str, object]) -> bool:
-    """Whether a JSON value is the arguments, or an object that has them under some key."""
+def holds_arguments(value: object, *arguments: Mapping[str, object]) -> bool:
+    """Whether a JSON value is some of the arguments, or an object that has them under some key."""
     return isinstance(value, Mapping) and (
-        value == arguments or any(holds_arguments(inner, arguments) for inner in value.values())
+        value in arguments or any(holds_arguments(inner, *arguments) for inner in value.values())
     )
 
 
@@ -447,6 +445,32 @@ def changed_leaves(
             return other(value)
 
 
+def changed_strings(message: Message, change: Callable[[str], str]) -> Message:
+    """A message with its strings changed, those of its calls among them."""
+    parts: list[Part] = []
+    for part in message.parts:
+        match part:
+            case Text() | Thinking():
+                parts.append(replace(part, text=change(part.text)))
+            case ToolCall():
+                parts.append(
+                    replace(
+                        part,
+                        name=change(part.name),
+                        arguments=changed_leaves(part.arguments, change),
+                        id=None if part.id is None else change(part.id),
+                    )
+                )
+            case _:
+                parts.append(part)
+    return replace(
+        message,
+        parts=tuple(parts),
+        name=None if message.name is None else change(message.name),
+        tool_call_id=None if message.tool_call_id is None else change(message.tool_call_id),
+    )
+
+
 def leaves(value: object) -> Iterator[object]:
     """The strings of a JSON value (keys among them), its numbers, truth values and nulls, in order."""
     match value:
@@ -459,6 +483,11 @@ def leaves(value: object) -> Iterator[object]:
                 yield from leaves(item)
         case _:
             yield value
+
+
+def printed_forms(leaf: str) -> tuple[str, str, str]:
+    """How templates print a string of a call's arguments: as JSON, or as it is."""
+    return json.dumps(leaf)[1:-1], json.dumps(leaf, ensure_ascii=False)[1:-1], leaf
 
 
 def dense(text: str) -> str:

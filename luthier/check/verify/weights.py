@@ -151,9 +151,13 @@ class _OwnedString:
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A text in runs, each with the slot whose it is; None: the template's own."""
+    """A text in runs, each with the slot whose it is; None: the template's own.
+
+    ``has_blanks``: some string of the row is white space alone, and which of the text's is not known.
+    """
 
     runs: tuple[tuple[str, _OwnedString | None], ...]
+    has_blanks: bool = False
 
     @property
     def text(self) -> str:
@@ -177,6 +181,8 @@ class Owned:
                     weights[place:end] = np.nan
                 _doubt(weights, text, place, end, len(slot.lead), len(slot.trail))
             place = end
+        if self.has_blanks:
+            weights[[char.isspace() for char in text]] = np.nan
 
 
 def owned_text(
@@ -204,9 +210,12 @@ def owned_text(
         except RowError:
             continue
         runs = marking.read(text[len(prompt) :], completion) if text.startswith(prompt) else None
+        if runs is None and marking.is_cut:
+            runs = [(completion, _OwnedString([("", np.nan)]))]
         if runs is not None:
             readable = row.readable([run for run, _ in runs], tokenizer)
-            return Owned(tuple((text, slot) for text, (_, slot) in zip(readable, runs, strict=True)))
+            owned = tuple((text, slot) for text, (_, slot) in zip(readable, runs, strict=True))
+            return Owned(owned, marking.has_blanks)
     return None
 
 
@@ -218,6 +227,8 @@ class _Marking:
         self._restored, self._inside = restored, inside
         self._slots: list[_OwnedString] = []
         self._numbers: list[object] = []
+        self.has_blanks = False
+        self.is_cut = False  # the template cuts a string, at a tag, so that one of its two marks is lost
 
     def message(self, message: Message) -> Message | None:
         """The message with its marks; None if its parts are not those of the policy."""
@@ -264,6 +275,7 @@ class _Marking:
     def _mark(self, text: str, pieces: WeighedStrings) -> str:
         lead, core, trail = _trimmed(text) if self._inside else ("", text, "")
         if not core:
+            self.has_blanks |= bool(text)
             return text
         name = "".join("abcdefghij"[int(digit)] for digit in f"{len(self._slots):05d}")
         self._slots.append(_OwnedString(pieces, lead, trail))
@@ -285,14 +297,21 @@ class _Marking:
                     return None if run else runs
             runs.append((run, slot))
             place += len(run)
-            if found is None or place == len(plain):
+            if place == len(plain):
                 break
+            if found is None:
+                self.is_cut = slot is not None
+                return None if self.is_cut else [*runs, (plain[place:], None)]
             end = found.end()
             number = int(found[3] or "".join(str("abcdefghij".index(letter)) for letter in found[2]))
             if number >= len(self._slots):
                 return None
             if found[3] is None:
-                slot = self._slots[number] if found[1] == "b" else None
+                own = self._slots[number]
+                if slot is not (None if found[1] == "b" else own):
+                    self.is_cut = True
+                    return None
+                slot = own if found[1] == "b" else None
                 continue
             value = self._numbers[number]
             written = next((form for form in (json.dumps(value), str(value)) if plain.startswith(form, place)), None)
