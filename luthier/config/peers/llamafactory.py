@@ -169,6 +169,9 @@ def _pissa(reading: Translator) -> None:
     reading.set("adapter.init_lora_weights", "pissa" if steps == -1 else "pissa_niter_16", "pissa_init")
 
 
+_ALONE = ("orpo", "simpo")  # losses of pairs that compare with no reference
+
+
 def _existing_adapters(reading: Translator, kind: str) -> None:
     """All are merged but the last, which goes on; with ``create_new_adapter`` all are."""
     value, is_new = reading.take("adapter_name_or_path"), reading.flag("create_new_adapter")
@@ -185,7 +188,14 @@ def _existing_adapters(reading: Translator, kind: str) -> None:
             reading.take(key)
             for ours in ("adapter.r", "adapter.target_modules"):
                 _remove(reading, ours)
-            reading.passed[key] = "the adapter that goes on says it"
+            if key in reading.entries and key not in reading.defaults:
+                reading.passed[key] = "the adapter that goes on says it"
+        stage, loss = reading.take("stage"), reading.take("pref_loss")
+        if reading.take("ref_model") is None and (stage in ("kto", "ppo") or (stage == "dpo" and loss not in _ALONE)):
+            reading.set("objective.reference.source", "base", "adapter_name_or_path")
+            reading.told.append("adapter_name_or_path: the reference is the model without this adapter, as for "
+                                "LLaMA-Factory; create_new_adapter: true begins at the reference")  # fmt: skip
+        reading.read.discard("ref_model")
 
 
 def _remove(reading: Translator, ours: str) -> None:

@@ -36,6 +36,9 @@ _FROZEN = {  # what it freezes, and whether it does so by default
 _COLUMNS = {"query": "prompt", "response": "response", "system": "system", "messages": "messages", "tools": "tools",
             "images": "images", "videos": "videos", "audios": "audios"}  # fmt: skip
 _HUBS = ("HF::", "MS::")
+_OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "modules_to_save", "use_rslora", "use_dora")
+_OF_A_NEW_ONE = (*_OF_LORA, "target_modules", "target_regex", "target_parameters", "init_weights", "vera_rank",
+                 "vera_dropout")  # fmt: skip
 _OF_ANSWERS = "it belongs to answers that are drawn in the run (rlhf_type: grpo, ppo, gkd)"
 _TRLS = {  # of answers that are drawn: its keys, TRL's
     "tau_pos": "sapo_temperature_pos",
@@ -134,13 +137,11 @@ def _objective(reading: translation.Translator) -> None:
     others = {"label_smoothing", "label_smoothing_factor"} - {smoothed}
     reading.pass_over(others, "label_smoothing is for rlhf_type, and label_smoothing_factor for swift sft and pt")
     numbers = {key: reading.take(key) for key in ("rpo_alpha", "cpo_alpha", "simpo_gamma", "desirable_weight",
-                                                  "undesirable_weight", "ref_model", "ref_adapters")}  # fmt: skip
+                                                  "undesirable_weight", "ref_model")}  # fmt: skip
     reading.switch("objective.loss", "dft", "enable_dft_loss")
     if numbers["ref_model"] is not None:
         reading.set("objective.reference.name_or_path", str(numbers["ref_model"]), "ref_model")
-    if numbers["ref_adapters"]:
-        reading.refuse("ref_adapters", "a reference is a model, or the base under the adapter that goes on",
-                       "merge them into a model, and name it as ref_model")  # fmt: skip
+    _reference_adapter(reading, kind in ("dpo", "kto") or (kind == "grpo" and beta != 0))
     reading.take("loss_weights")
     if kind == "grpo":
         return
@@ -170,6 +171,21 @@ def _objective(reading: translation.Translator) -> None:
                 reading.set(f"objective.{key}", numbers[key], key)
 
 
+def _reference_adapter(reading: translation.Translator, compares: bool) -> None:
+    """The reference is the model under ``ref_adapters``, or its base, also where an adapter goes on."""
+    begins, refers = (translation.names_of(reading.take(key) or []) for key in ("adapters", "ref_adapters"))
+    if not compares or reading.take("ref_model") is not None or begins == refers:
+        return  # by itself it is the model that the run begins with
+    if len(refers) > 1:
+        reading.refuse("ref_adapters", "a reference has one adapter", "merge the others into the model")
+    elif refers:
+        reading.set("objective.reference.name_or_path", refers[0], "ref_adapters")
+    else:
+        reading.set("objective.reference.source", "base", "adapters")
+        reading.told.append("adapters: the reference is the model without them, as for ms-swift; the same path as "
+                            "ref_adapters makes it the model that the run begins with")  # fmt: skip
+
+
 # ------------------------------------------------------------------ rows
 
 
@@ -194,10 +210,8 @@ def _data(reading: translation.Translator) -> None:
         reading.set("data.mixture.by", "rows", "interleave_prob")
         ends = {"all_exhausted": "all"}.get(str(reading.take("stopping_strategy")), "first")
         reading.set("data.mixture.stop", ends, "stopping_strategy")
-        weights, count = (
-            shares if isinstance(shares, list) else [shares],
-            len(translation.names_of(reading.take("dataset"))),
-        )
+        weights = shares if isinstance(shares, list) else [shares]
+        count = len(translation.names_of(reading.take("dataset")))
         if len(weights) != count:
             what = f"these are {counted(len(weights), 'share')} of {counted(count, 'data set')}"
             reading.refuse("interleave_prob", what, "give one number for each")
@@ -256,9 +270,7 @@ def _columns(reading: translation.Translator) -> dict[str, str]:
         return {}
     for name in named.values():
         if name not in _COLUMNS:
-            reading.refuse(
-                "columns", f"{name} is not a column that is named here", f"write one of {', '.join(_COLUMNS)}"
-            )
+            reading.refuse("columns", f"{name} is no column of theirs", f"write one of {', '.join(_COLUMNS)}")
     return {_COLUMNS[name]: str(column) for column, name in named.items() if name in _COLUMNS}
 
 
@@ -381,11 +393,17 @@ def _adapter(reading: translation.Translator) -> None:
         reading.refuse("tuner_type", f"{kind} is not there", f"write one of {', '.join(ours)}")
         return
     reading.set("adapter.type", ours[kind], "tuner_type")
-    if kind != "full":
-        reading.fill_in("defaults", kind)
     kept, said = _trained_parts(reading), [key for key in _FROZEN if key in reading.entries]
     if said:
         reading.set("adapter.train_parts", kept, said[0])
+    if path:
+        reading.set("adapter.name_or_path", path[0], "adapters")
+        reading.pass_over(_OF_A_NEW_ONE, "the adapter that goes on says it")
+        if len(path) > 1:
+            reading.refuse("adapters", "one adapter is gone on from", "merge the first ones by adapter.merge_first")
+        return
+    if kind != "full":
+        reading.fill_in("defaults", kind)
     names, pattern = translation.names_of(reading.take("target_modules") or []), reading.take("target_regex")
     rank, blocks, start = (reading.take(key) for key in ("vera_rank", "llamapro_num_new_blocks", "init_weights"))
     if kind in ("lora", "vera"):
@@ -398,14 +416,7 @@ def _adapter(reading: translation.Translator) -> None:
     if kind == "lora" and start not in (None, True, "true", "True"):
         reading.set("adapter.init_lora_weights", str(start).replace("-", "_"), "init_weights")  # lora-ga
     if kind in ("full", "llamapro"):
-        reading.pass_over(
-            ("lora_rank", "lora_alpha", "lora_dropout", "lorap_lr_ratio", "modules_to_save", "use_rslora", "use_dora"),
-            "it belongs to tuner_type: lora",
-        )
-    if len(path) > 1:
-        reading.refuse("adapters", "one adapter is gone on from", "merge the first ones by adapter.merge_first")
-    elif path:
-        reading.set("adapter.name_or_path", path[0], "adapters")
+        reading.pass_over((*_OF_LORA, "lorap_lr_ratio"), "it belongs to tuner_type: lora")
 
 
 def _trained_parts(reading: translation.Translator) -> list[str]:

@@ -270,7 +270,7 @@ class Translator:
         """Keys of theirs, those that the file has, decide nothing here."""
         for key in [key for key in keys if key in self.entries]:
             self.take(key)
-            self.passed[key] = why
+            self.passed |= {} if key in self.defaults else {key: why}
 
     def stop(self, key: str, what: str, hint: str | None = None) -> None:
         """There is a problem with a key of theirs for which no run can be read out of the file."""
