@@ -7,7 +7,8 @@ answers at a time, its default, and from all of a short step at once. Each run i
 one thread, medians of the steps after the first. *Learning* is all of a step that is not drawing, the bookkeeping with
 it. Memory is the most that a process had above model and rows.
 After that, drawing alone: `LocalEngine` and transformers' ``generate``, both with log-probabilities and as many rows at
-a time as there are answers; and answers drawn in batches of several sizes and orders, which have to be the same.
+a time as there are answers; answers drawn in batches of several sizes and orders, which have to be the same; and
+requests to ``luthier serve``, one by one and 16 at once.
 
 python -m benchmarks.rl [--only NAME …] [--steps N] [--model FOLDER] [--peers VENV …]
 
@@ -17,10 +18,13 @@ TRL is looked for here and in the virtual environments that --peers or LUTHIER_P
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import itertools
 import json
+import os
 import random
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,13 +32,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config
 
-from benchmarks.harness.processes import load, run
+from benchmarks.harness.processes import cpu_seconds, load, run
 from benchmarks.harness.runs import VOCAB_SIZE, peer_environments, python_with, qwen3_tokenizer
 from benchmarks.harness.training_material import short_pairs, write_rows
 from luthier.config.schema import GenerateConfig
@@ -50,6 +55,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "Luthier, shared": {"packing": "best_fit", "per_device_train_batch_size": 1},
     "Luthier, padded": {"packing": "none", "per_device_train_batch_size": 8},
 }
+SERVED = 16  # requests at once
 TRL: dict[str, int] = {"TRL, eights": 8, "TRL, whole": 0}  # answers that it learns from at a time; 0: all of a step
 
 
@@ -91,7 +97,7 @@ CONTESTS = (
 def main() -> None:
     """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=[*(one.name for one in CONTESTS), "drawing", "batches"])
+    parser.add_argument("--only", nargs="+", choices=[*(one.name for one in CONTESTS), "drawing", "batches", "served"])
     parser.add_argument("--steps", type=int, default=4, help="of each run, of which the first is not counted")
     parser.add_argument("--model", type=Path, default=Path("output/preferences_sft/model"), help="of short prompts")
     parser.add_argument("--peers", type=Path, nargs="+", default=peer_environments(), metavar="VENV")
@@ -115,6 +121,8 @@ def main() -> None:
         Console(width=130).print(drawing_alone(options.model))
     if (not options.only or "batches" in options.only) and options.model.is_dir():
         Console(width=130).print(in_any_batch(options.model))
+    if not options.only or "served" in options.only:
+        Console(width=130).print(served(options.model))
 
 
 def hold(contest: Contest, folder: Path, model: Path, steps: int, peer: Path | None) -> Table:
@@ -318,6 +326,75 @@ def in_any_batch(folder: Path) -> Table:
         gap = max(float(np.abs(found[place].logprobs - whole[place].logprobs).max()) for place in same)
         table.add_row(name, f"{len(found):,}", f"{len(same):,}", f"{gap:.1e}")
     return table
+
+
+def served(short: Path) -> Table:
+    """Sixteen questions to ``luthier serve``, one by one and all at once; the answers have to be the same.
+
+    ``short`` is the model that answers short prompts; random weights answer prompts of 512 tokens, with 64 tokens each.
+    """
+    table = Table(
+        "model", "sampling", "one by one, s", "at once, s", "", "one by one, CPU-s", "at once, CPU-s", "", "the same",
+        title=f"{SERVED} requests to luthier serve, medians of three rounds, {load()}", box=None,
+    )  # fmt: skip
+    asked = [" ".join(np.random.default_rng(key).choice(WORDS, 450)) for key in range(SERVED)]
+    with tempfile.TemporaryDirectory() as scratch:
+        told = [("random weights", policy(Path(scratch) / "model", 2048), asked, 64)]
+        if short.is_dir():
+            told.append(("the preset's", short, [pair["prompt"][-1]["content"] for pair in short_pairs(SERVED)], 24))
+        for name, model, questions, new_tokens in told:
+            for temperature in (0.0, 1.0):
+                walls, cpus, same = served_costs(model, questions, new_tokens, temperature)
+                cells = [f"{one:.2f}" for one in (*walls, *cpus)]
+                cells.insert(2, f"{walls[0] / walls[1]:.1f}x")
+                cells.append(f"{cpus[0] / cpus[1]:.1f}x")
+                table.add_row(name, "greedy" if not temperature else "sampled", *cells, f"{same} of {SERVED}")
+    return table
+
+
+def served_costs(
+    model: Path, questions: Sequence[str], new_tokens: int, temperature: float
+) -> tuple[tuple[float, float], tuple[float, float], int]:
+    """Seconds one by one and at once, the server's CPU-seconds likewise, and how many answers are the same in both."""
+    command = [python_with("luthier", []), "-m", "luthier", "serve", model, "--port", "0", "--json", "-"]
+    process = subprocess.Popen([*map(str, command), "runtime.device=cpu", "runtime.threads=1"],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, **QUIET}, text=True)  # fmt: skip
+    try:
+        assert process.stdout is not None
+        ready = json.loads("".join(itertools.takewhile(lambda line: line != "}\n", process.stdout)) + "}")
+        headers = {"Authorization": f"Bearer {ready['token']}"}
+        with httpx.Client(base_url=ready["url"], headers=headers, timeout=600) as http:
+
+            def ask(place: int) -> str:
+                body = {
+                    "messages": [{"role": "user", "content": questions[place]}], "max_tokens": new_tokens,
+                    "temperature": temperature, "seed": place,
+                }  # fmt: skip
+                found = http.post("/v1/chat/completions", json=body).raise_for_status().json()["choices"][0]
+                return json.dumps([found["message"], found["finish_reason"]])
+
+            rounds = []
+            with concurrent.futures.ThreadPoolExecutor(len(questions)) as pool:
+                for _ in range(4):
+                    alone = costs_of(process.pid, lambda: list(map(ask, range(len(questions)))))
+                    at_once = costs_of(process.pid, lambda: list(pool.map(ask, range(len(questions)))))
+                    rounds.append((alone, at_once))
+    finally:
+        process.terminate()
+        process.wait()
+    walls, cpus = (
+        [statistics.median(one[way][part] for one in rounds[1:]) for way in (0, 1)] for part in ("wall", "cpu")
+    )
+    alone, at_once = rounds[-1]
+    same = sum(one == other for one, other in zip(alone["answers"], at_once["answers"], strict=True))
+    return (walls[0], walls[1]), (cpus[0], cpus[1]), same
+
+
+def costs_of(pid: int, work: Callable[[], list[str]]) -> dict[str, Any]:
+    """Seconds, CPU-seconds of a process, and what came of it."""
+    start, before = time.perf_counter(), cpu_seconds(pid)
+    answers = work()
+    return {"wall": time.perf_counter() - start, "cpu": cpu_seconds(pid) - before, "answers": answers}
 
 
 def median_of(work: Callable[[], object]) -> float:

@@ -191,7 +191,9 @@ def merge_adapter(model: PeftModel, dtype: torch.dtype | None = None) -> PreTrai
     if is_quantized(base):
         with tempfile.TemporaryDirectory(prefix="luthier_adapter_") as folder, quiet_peft():
             model.save_pretrained(folder, save_embedding_layers=saves_embeddings(model))
-            model = PeftModel.from_pretrained(dequantized(model.unload()), folder)
+            base = dequantized(model.unload())
+            give_back_freed()
+            model = PeftModel.from_pretrained(base, folder)
     _take_in_rows(model)
     _untie(model)
     _merge_layers(model, dtype)

@@ -17,6 +17,7 @@ import torch
 from peft.utils.integrations import dequantize_module_weight
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, TorchAoConfig
+from transformers.integrations import dequantize_and_replace
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer, get_keys_to_not_convert
@@ -37,6 +38,7 @@ PACKAGES = {
 }
 """What a model that comes quantized needs beside transformers, by the ``quant_method`` of its config."""
 
+_OF_BITSANDBYTES = ("Linear4bit", "Linear8bitLt")
 _PACKED = ("awq", "gptq")  # gptqmodel's layers, which have no `weight`
 _BLOCK, _BLOCK_OF_SCALES = 64, 256  # of bitsandbytes' 4 bits
 _INT4_GROUP = 128  # weights that share a scale in torchao's int4
@@ -255,14 +257,16 @@ def dequantized(model: PreTrainedModel) -> PreTrainedModel:
             model.set_submodule(name, _unpacked(layer, model.config.dtype))
         quantizer.remove_quantization_config(model)
         return model
+    if quantizer.quantization_config.quant_method == "bitsandbytes":
+        for name in [name for name, layer in model.named_modules() if type(layer).__name__ in _OF_BITSANDBYTES]:
+            _make_whole(model, name)
+        quantizer.remove_quantization_config(model)
+        return model
     if quantizer.quantization_config.quant_method != "torchao":
-        turned = [name for name, layer in model.named_modules() if getattr(layer, "source_cls", None) is Conv1D]
         try:
             whole: PreTrainedModel = quantizer.dequantize(model, dtype=model.config.dtype)
         except NotImplementedError as error:
             raise ModelError(f"weights of {type(model).__name__} cannot be made whole again: {error}") from error
-        for name in turned:
-            whole.set_submodule(name, _turned_back(whole.get_submodule(name)))
         return whole
     for layer in model.modules():
         for name, weight in list(layer.named_parameters(recurse=False)):
@@ -278,6 +282,20 @@ def _write_whole_weights(model: PreTrainedModel) -> None:
     way back to the form in which a model was read, and would write numbers of few bits."""
     if read := getattr(model, "_weight_conversions", None):
         model._weight_conversions = [each for each in read if not _reads_quantized(each)]
+
+
+def _make_whole(model: PreTrainedModel, name: str) -> None:
+    """Put a whole layer in the place of one of bitsandbytes', whose numbers are freed at once. Given a whole model,
+    transformers has those of all layers until the last one is whole, and each holds itself by its weight's `module`."""
+    layer: Any = model.get_submodule(name)
+    place: Any = dequantize_and_replace(
+        nn.ModuleDict({"it": layer}),
+        quantization_config=model.hf_quantizer.quantization_config,
+        dtype=model.config.dtype,
+    )
+    is_turned = getattr(layer, "source_cls", None) is Conv1D
+    model.set_submodule(name, _turned_back(place["it"]) if is_turned else place["it"])
+    layer.weight = None
 
 
 def _turned_back(layer: Any) -> Conv1D:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from luthier.config.inputs import QuantizationConfig
 from luthier.config.schema import AdapterConfig, RunConfig
 from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 from luthier.errors import ModelError
+from luthier.models import quantized
 from luthier.models.adapters import apply_adapter, count_parameters
 from luthier.models.isolation import choose_isolation
 from luthier.models.model import build_weightless, check_quantized, load_model
@@ -233,6 +236,37 @@ def test_adapters_are_merged_first_into_what_a_quantized_model_computes(
         found = model(input_ids=ids).logits
     assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
     assert not is_quantized(model.get_base_model()) and any("came quantized" in text for text in told)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_quantized_layers_are_freed_one_by_one_as_they_become_whole(
+    kind: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _quantized_base(base, kind)
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt))
+    }
+    wanted = {name: whole_weight(layer).to(model.dtype) for name, layer in layers.items()}
+    alive = [weakref.ref(layer) for layer in layers.values()]
+    num_layers, left = len(layers), list[int]()
+    del layers
+
+    def counting(module: PreTrainedModel, name: str) -> None:
+        make_whole(module, name)
+        left.append(sum(each() is not None for each in alive))
+
+    make_whole = quantized._make_whole
+    monkeypatch.setattr(quantized, "_make_whole", counting)
+    gc.disable()
+    try:
+        whole = quantized.dequantized(model)
+    finally:
+        gc.enable()
+    assert left == [*reversed(range(num_layers))] and num_layers > 1
+    for name, weight_OI in wanted.items():
+        assert torch.allclose(whole.get_submodule(name).weight, weight_OI, rtol=1e-2, atol=1e-6), name
 
 
 @pytest.mark.parametrize("key", ["merge", "merge_first"])
