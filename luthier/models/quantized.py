@@ -286,7 +286,7 @@ def _write_whole_weights(model: PreTrainedModel) -> None:
 
 def _make_whole(model: PreTrainedModel, name: str) -> None:
     """Put a whole layer in the place of one of bitsandbytes', whose numbers are freed at once. Given a whole model,
-    transformers has those of all layers until the last one is whole, and each holds itself by its weight's `module`."""
+    transformers has those of all layers until the last one is whole, and one of 4 bits is its weight's `module`."""
     layer: Any = model.get_submodule(name)
     place: Any = dequantize_and_replace(
         nn.ModuleDict({"it": layer}),
