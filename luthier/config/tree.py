@@ -44,6 +44,9 @@ class Scalar:
     size: int = 1
 
 
+_CONVERTED = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|true|false", re.IGNORECASE)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListNode:
     """A list. ``size`` counts all nodes in it, aliases in full."""
@@ -76,6 +79,15 @@ def plain(node: Node) -> object:
             return {key: plain(value) for key, value in node.entries.items()}
         case _:
             raise AssertionError(node)
+
+
+def unquoted(node: Node) -> Node:
+    """The number or truth value that stands in quotes; everything else as it is. ``text`` stays what was written."""
+    if not isinstance(node, Scalar) or not isinstance(node.value, str) or not _CONVERTED.fullmatch(node.text):
+        return node
+    if node.text[0].isalpha():
+        return replace(node, value=node.text.lower() == "true")
+    return replace(node, value=int(node.text) if node.text.lstrip("+-").isdigit() else float(node.text))
 
 
 def find(node: Node, path: KeyPath) -> tuple[Node, KeyPath]:

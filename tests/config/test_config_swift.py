@@ -114,6 +114,8 @@ def test_every_key_of_theirs_has_an_outcome_of_its_own(key: str) -> None:
     ("tuner_type: full\n", "train.learning_rate", 1e-5),
     ("train_type: full\n", "adapter.type", "full"),
     ("tuner_type: vera\n", "adapter.r", 256),
+    ("resume_from_checkpoint: true\n", "output.resume", "auto"),
+    ("resume_from_checkpoint: false\n", "output.resume", "never"),
     ("adapters: [a]\nlora_rank: 4\n", "adapter.name_or_path", "a"),
     ("tuner_type: vera\nadapters: a\n", "adapter.name_or_path", "a"),
     (ASKED + "adapters: a\n", "objective.reference.source", "base"),

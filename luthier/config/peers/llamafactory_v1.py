@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from luthier.config.peers import translation
+from luthier.config.peers.sharing import share_as_deepspeed
 from luthier.config.peers.trl_rows import columns_of, train_all_parts
 from luthier.config.tree import MappingNode, plain
 from luthier.writing import JsonObject, counted
@@ -281,7 +282,7 @@ def _devices(reading: translation.Translator) -> None:
     name, quantized = section.get("name"), "model.quantization.type" in reading.origins
     optimizer: Any = plain(reading.tree)["train"]["optim"]  # type: ignore[index]
     if name == "deepspeed":
-        translation.share_as_deepspeed(reading, section.get("config_file"))
+        share_as_deepspeed(reading, section.get("config_file"))
     elif quantized or optimizer == "muon":
         what = "quantized weights are" if quantized else "muon updates whole matrices: the model is"
         reading.told.append(f"dist_config: {what} whole on each device, not divided between several")

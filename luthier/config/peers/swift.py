@@ -16,6 +16,7 @@ from typing import Any
 
 from luthier.config.peers import translation
 from luthier.config.peers.drawn import SWIFT_DEFAULTS, DrawnAnswers
+from luthier.config.peers.sharing import share_as_deepspeed
 from luthier.config.peers.trl import mixed_losses
 from luthier.config.peers.trl_rows import columns_of
 from luthier.config.tree import MappingNode
@@ -282,8 +283,8 @@ def _template(reading: translation.Translator) -> None:
     if reading.take("agent_template") is not None:
         reading.told.append("agent_template: tools and calls are written by the model's own chat template")
     if (system := reading.take("system")) is not None:
-        file = Path(str(system))
-        text = file.read_text(encoding="utf-8") if file.suffix == ".txt" and file.is_file() else str(system)
+        file, text = Path(str(system)), str(system)
+        text = file.read_text(encoding="utf-8") if file.suffix == ".txt" and file.is_file() else text
         reading.set("template.default_system", text.replace("\\n", "\n"), "system")
     scales = translation.names_of(str(reading.take("loss_scale") or "default").replace("+", ","))
     ways = {"last_round": "last_assistant", "all": "all"}
@@ -347,8 +348,7 @@ def _model(reading: translation.Translator) -> None:
         reading.told.append("model: it comes from Hugging Face; write USE_MODELSCOPE_HUB=1 before the command, and it "
                             "comes from ModelScope as for ms-swift")  # fmt: skip
     kind = str(reading.take("torch_dtype")).removeprefix("torch.")
-    half = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(kind)
-    of = "torch_dtype"
+    half, of = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(kind), "torch_dtype"
     for key, name in (("bf16", "bf16"), ("fp16", "fp16")):
         if reading.flag(key):
             half, of = name, key
@@ -458,13 +458,13 @@ def _run(reading: translation.Translator) -> None:
         moved = {"offload_optimizer": {"device": "cpu"}} if shared.endswith("_offload") else {}
         shared = {"zero_optimization": {"stage": int(shared[4]), **moved}}
     if shared:
-        translation.share_as_deepspeed(reading, shared)
+        share_as_deepspeed(reading, shared)
     if reading.take("fsdp"):
         reading.set("runtime.sharding", "fsdp", "fsdp")
     reading.set("output.dir", str(reading.take("output_dir")), "output_dir")
     start = reading.take("resume_from_checkpoint")
     reading.defaults |= {"resume_from_checkpoint", "save_total_limit"} - set(reading.entries)
-    reading.set("output.resume", str(start) if start else "never", "resume_from_checkpoint")
+    reading.set("output.resume", "auto" if start is True else str(start or "never"), "resume_from_checkpoint")
     reading.set("output.save_total_limit", reading.take("save_total_limit"), "save_total_limit")
     saved, every = str(reading.take("save_strategy")), reading.take("save_steps")
     reading.set("output.save_strategy", saved, "save_strategy")

@@ -18,7 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from luthier.config.explain import Meant, our_name, what_is_meant
-from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, find, parse_path, plain, put, show_path
+from luthier.config.tree import (
+    ListNode,
+    MappingNode,
+    Node,
+    Scalar,
+    Where,
+    find,
+    parse_path,
+    plain,
+    put,
+    show_path,
+    unquoted,
+)
 from luthier.config.words import all_keys, kinds, known_keys, schema_at
 from luthier.config.yaml_text import parse_yaml
 from luthier.errors import Problem
@@ -27,9 +39,6 @@ from luthier.writing import JsonObject
 _LINES_TOLD = 9
 _DEFAULT = "'s default"  # behind a key of theirs that a file leaves out
 _SET = re.compile(r"\bset ([a-z_]+\.[\w.\[\]]+): ([\w.-]+)$")  # the way out, for a file of ours
-_ZERO = re.compile(
-    r"(?:^|/)(?:deepspeed_configs/zero|ds_z)([0-3])(?!\w*autotp)\w*\.json$"
-)  # axolotl's, LLaMA-Factory's
 _SECRET = re.compile(r"(_key|token|secret|webhook_url|password)$")
 _VARIABLES = {  # keys that stand for a variable of the environment, which a library of its own reads
     "wandb_project": "WANDB_PROJECT", "wandb_entity": "WANDB_ENTITY", "wandb_run_group": "WANDB_RUN_GROUP",
@@ -60,11 +69,8 @@ class Translation:
         shown = list(self.told[:_LINES_TOLD])
         if left := len(self.told) - len(shown):
             shown[-1] += f" ({left} more: luthier config import)"
-        return (
-            (*shown, f"passed over, as they decide nothing here: {', '.join(self.passed)}")
-            if self.passed
-            else (*shown,)
-        )
+        passed = (f"passed over, as they decide nothing here: {', '.join(self.passed)}",) if self.passed else ()
+        return (*shown, *passed)
 
     def their_key(self, ours: str) -> str:
         """The key of theirs that a key of ours, or the first one below it, comes from, or ours where none does."""
@@ -135,7 +141,8 @@ class Peer:
 
     def translate(self, tree: MappingNode, name: str) -> Translation:
         """Read a file of this tool; ``name`` is its path, for messages."""
-        reading = Translator(peer=self, name=name, entries=dict(tree.entries))
+        entries = {key: unquoted(node) for key, node in tree.entries.items()}  # these tools convert by type
+        reading = Translator(peer=self, name=name, entries=entries)
         for old, new in self.table.get("older", {}).items():
             if old not in reading.entries:
                 continue
@@ -355,10 +362,22 @@ def _set_one(reading: Translator, ours: str, key: str) -> None:
     """One key of theirs is one of ours. Their lists are texts with commas."""
     path, node = parse_path(ours), reading.entries[key]
     schema = schema_at(path or ()) or {}
-    if "array" in kinds(schema) and isinstance(node, Scalar) and isinstance(node.value, str):
+    if isinstance(node, Scalar) and node.quoted and {"string"} <= kinds(schema) <= {"string", "null"}:
+        reading.set(ours, node.text, key)
+    elif "array" in kinds(schema) and isinstance(node, Scalar) and isinstance(node.value, str):
         reading.set(ours, names_of(node.value), key)
+    elif "object" in kinds(schema) and isinstance(made := _mapping_in(node), dict):
+        reading.set(ours, made, key)
     else:
         reading.set(ours, node, key)
+
+
+def _mapping_in(node: Node) -> object:
+    """The JSON that a text is, as transformers reads settings that are mappings."""
+    try:
+        return json.loads(node.text) if isinstance(node, Scalar) and node.text.startswith("{") else None
+    except ValueError:
+        return None
 
 
 def _shown(value: object) -> str:
@@ -429,14 +448,6 @@ def mapping_beside(reading: Translator, key: str, path: object) -> JsonObject:
     return {name: plain(value) for name, value in parsed.tree.entries.items()}
 
 
-def read_sharing(reading: Translator) -> None:
-    """How several processes share a model: by a file of DeepSpeed's, or by FSDP."""
-    if (settings := reading.take("deepspeed")) is not None:
-        share_as_deepspeed(reading, settings)
-    if reading.take("fsdp") not in (None, "", False, []):
-        reading.set("runtime.sharding", "fsdp", "fsdp")
-
-
 _OF_WHOLE = re.compile(r"(paged_)?adamw?_(bnb_|torch_)?(8bit|4bit|32bit)")  # optimizers of whole weights
 
 
@@ -461,39 +472,3 @@ def fit_together(reading: Translator) -> None:
         of = reading.origins["train.optim"]
         reading.told.append(f"{of}: {optim} keeps no shares of weights, so Adam's states have 32 bits")
         reading.set("train.optim", "adamw_torch", of)
-
-
-def share_as_deepspeed(reading: Translator, path: object) -> None:
-    """What a file of DeepSpeed's says, or its settings themselves, of sharing a model between processes.
-
-    Axolotl's own files, such as ``deepspeed_configs/zero3_bf16.json``, are known by their names.
-    """
-    if isinstance(path, dict):
-        settings: Any = path
-    elif (file := beside(str(path), reading.name)) is None and (known := _ZERO.search(str(path))) is not None:
-        settings = {"zero_optimization": {"stage": int(known[1])}}
-    elif file is None:
-        reading.refuse("deepspeed", f"there is no such file: {path}", "paths start from the current directory")
-        return
-    else:
-        try:
-            settings = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            reading.refuse("deepspeed", f"{file} is not JSON: {error}")
-            return
-    if not isinstance(settings, dict) or not isinstance(zero := settings.get("zero_optimization", {}), dict):
-        reading.refuse("deepspeed", "its settings are no mapping with zero_optimization: {stage: 3}")
-        return
-    stage = zero.get("stage", 0)
-    reading.set("runtime.sharding", "fsdp" if stage else "none", "deepspeed")
-    if "tensor_parallel" in settings:
-        reading.refuse("deepspeed", "its tensor_parallel divides single products", "use a file without it")
-    what = "shares weights, gradients and optimizer state (runtime.sharding: fsdp)" if stage else "shares nothing"
-    moved = [zero.get(key) for key in ("offload_optimizer", "offload_param")]
-    offloads = any(isinstance(each, dict) and each.get("device", "none") != "none" for each in moved)
-    alone = "on one GPU, runtime.sharding=none train.offload=optimizer do so"
-    kept = f"; nothing is moved to the CPU, which only costs GPU memory ({alone})" if offloads else ""
-    reading.told.append(f"deepspeed: ZeRO-{stage} {what}{kept}")
-    clip = settings.get("gradient_clipping")
-    if isinstance(clip, int | float) and "max_grad_norm" not in reading.entries:
-        reading.set("train.max_grad_norm", clip, "deepspeed")

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from luthier.config.objective import losses_of
 from luthier.config.peers import translation
 from luthier.config.peers.drawn import DEFAULTS, RLOO_DEFAULTS, DrawnAnswers
+from luthier.config.peers.sharing import read_sharing
 from luthier.config.peers.trl_rows import evaluates, first_rows, objective_of, read_data, read_lessons, train_all_parts
 from luthier.config.tree import MappingNode, plain
 from luthier.writing import JsonObject, counted
@@ -394,7 +395,7 @@ def _devices(reading: translation.Translator) -> None:
     """How several processes share the model. Luthier is started by torchrun, which says how many there are."""
     if (launch := reading.take("accelerate_config")) is not None:
         reading.set("runtime.sharding", "fsdp" if _shares(reading, launch) else "none", "accelerate_config")
-    translation.read_sharing(reading)
+    read_sharing(reading)
     processes, started = reading.take("num_processes"), os.environ.get("WORLD_SIZE", "1")
     if processes is not None and str(processes) != started:
         reading.told.append(f"num_processes: this is {started} of {processes}; start them all by torchrun "
