@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from luthier.config.peers.axolotl_rows import RowsRead, read_data
+from luthier.config.peers.deepspeed import share_as_deepspeed
 from luthier.config.peers.drawn import DEFAULTS, DrawnAnswers
-from luthier.config.peers.sharing import share_as_deepspeed
 from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, names_of
 from luthier.config.peers.trl import mixed_losses
 from luthier.config.peers.trl_rows import columns_of

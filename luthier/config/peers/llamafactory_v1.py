@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from luthier.config.peers import translation
-from luthier.config.peers.sharing import share_as_deepspeed
+from luthier.config.peers.deepspeed import share_as_deepspeed
 from luthier.config.peers.trl_rows import columns_of, train_all_parts
 from luthier.config.tree import MappingNode, plain
 from luthier.writing import JsonObject, counted

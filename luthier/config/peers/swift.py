@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from luthier.config.peers import translation
+from luthier.config.peers.deepspeed import share_as_deepspeed
 from luthier.config.peers.drawn import SWIFT_DEFAULTS, DrawnAnswers
-from luthier.config.peers.sharing import share_as_deepspeed
 from luthier.config.peers.trl import mixed_losses
 from luthier.config.peers.trl_rows import columns_of
 from luthier.config.tree import MappingNode

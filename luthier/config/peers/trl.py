@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from luthier.config.objective import losses_of
 from luthier.config.peers import translation
+from luthier.config.peers.deepspeed import read_sharing
 from luthier.config.peers.drawn import DEFAULTS, RLOO_DEFAULTS, DrawnAnswers
-from luthier.config.peers.sharing import read_sharing
 from luthier.config.peers.trl_rows import evaluates, first_rows, objective_of, read_data, read_lessons, train_all_parts
 from luthier.config.tree import MappingNode, plain
 from luthier.writing import JsonObject, counted
