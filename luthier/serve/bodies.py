@@ -186,8 +186,8 @@ class Teller:
     def _text_logprobs(self, echo: Echo | None, new: NewTokens | None) -> JsonObject:
         """Of every token, that which ended the answer included: harnesses count on one for each that they asked for."""
         shown: list[Any] = []
-        if echo is not None and echo.others is not None:
-            shown = [(echo.first, None, None, None), *_shown(echo.others)]
+        if echo is not None:
+            shown = [(echo.first, None, None, None), *([] if echo.others is None else _shown(echo.others))]
         shown += [] if new is None else _shown(new, whole=True)
         return {
             "tokens": [self.tokenizer.decode([number]) for number, *_ in shown],

@@ -109,6 +109,9 @@ def test_the_prompt_is_told_with_its_logprobs_as_evaluation_harnesses_ask(
     assert best == pytest.approx(scores_TV[:-1].max(-1).values.tolist(), abs=1e-4)
     assert [choice["index"] for choice in choices] == [0, 1]
     assert len(choices[1]["logprobs"]["tokens"]) == len(other) + 1
+    one = client.completions.create(model="tiny", prompt=ids[:1], max_tokens=0, echo=True, logprobs=1).choices[0]
+    assert one.logprobs is not None
+    assert (one.logprobs.tokens, one.logprobs.token_logprobs, one.logprobs.top_logprobs) == ([one.text], [None], [None])
     alone = client.completions.create(model="tiny", prompt=ids, max_tokens=0, echo=True, logprobs=0)
     assert alone.choices[0].text == "The sun is far away."
     assert alone.choices[0].logprobs is not None and len(alone.choices[0].logprobs.tokens or ()) == len(ids)
