@@ -223,6 +223,7 @@ def rows(entry: str, more: str = "", key: str = "datasets") -> str:
     (rows("path: r.jsonl, type: alpaca_chat.load_qa"), "data.train[0].columns",
      {"prompt": "question", "response": "answer"}),
     (rows("path: r.jsonl, type: sharegpt"), "data.train[0].format", "sharegpt"),
+    (with_lines("torch_compile: auto\n"), "train.torch_compile", False),
     (rows("path: r.jsonl, type: sharegpt, conversation: chatml"), "template.chat_template", "chatml"),
     (rows("path: r.jsonl, type: sharegpt, conversation: llama-3"), "template.chat_template", "own_or_llama3"),
     (rows("path: r.jsonl, type: sharegpt, conversation: chatml"), "template.default_system",

@@ -82,6 +82,10 @@ def test_every_key_of_theirs_has_an_outcome_of_its_own(key: str) -> None:
             assert all("no such key" not in problem.what for problem in error.problems), error
 
 
+def test_data_sets_in_one_text_are_told() -> None:
+    assert keys_refused(RUN.replace("preset:skills", "a.jsonl#9 b.jsonl")) == ["dataset"]
+
+
 @pytest.mark.parametrize(("text", "ours", "value"), [
     ("", "objective.name", "sft"),
     ("rlhf_type: dpo\nrpo_alpha: 0.2\n", "objective.sft_weight", 0.2),

@@ -453,3 +453,14 @@ def test_values_of_a_wrong_kind_are_told_and_never_raise_anything_else(text: str
 def test_rows_that_cannot_be_read_leave_the_command_open(tmp_path: Path, rows: bytes) -> None:
     (tmp_path / "rows.jsonl").write_bytes(rows)
     assert keys_refused(RUN.replace("owner/rows", str(tmp_path / "rows.jsonl"))) == ["objective.name"]
+
+
+@pytest.mark.parametrize(("lines", "key"), [
+    ("eval_strategy: steps\n", "dataset_test_split"),
+    ("eval_strategy: steps\ndataset_test_split: 'train[50:]'\n", "dataset_test_split"),
+    ("dataset_train_split: 'train[:90%]'\n", "dataset_train_split"),
+])  # fmt: skip
+def test_one_file_is_not_evaluated_on_the_rows_that_are_learned(tmp_path: Path, lines: str, key: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(MESSAGES) + "\n", encoding="utf-8")
+    text = f"model_name_or_path: preset:tiny-qwen3\ndataset_name: {tmp_path / 'rows.jsonl'}\npacking: false\n"
+    assert keys_refused(text + lines) == [key]

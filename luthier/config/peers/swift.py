@@ -203,14 +203,13 @@ def _data(reading: translation.Translator) -> None:
         if sources:
             reading.set(ours, sources, key)
     reading.set("data.same_role", "merge", "dataset")
-    share = reading.take("split_dataset_ratio")
+    share, stop = reading.take("split_dataset_ratio"), reading.take("stopping_strategy")
     if share and not reading.take("val_dataset"):
         reading.set("data.eval_split", share, "split_dataset_ratio")
     shares = reading.take("interleave_prob")
     if shares:
         reading.set("data.mixture.by", "rows", "interleave_prob")
-        ends = {"all_exhausted": "all"}.get(str(reading.take("stopping_strategy")), "first")
-        reading.set("data.mixture.stop", ends, "stopping_strategy")
+        reading.set("data.mixture.stop", "all" if stop == "all_exhausted" else "first", "stopping_strategy")
         weights = shares if isinstance(shares, list) else [shares]
         count = len(translation.names_of(reading.take("dataset")))
         if len(weights) != count:
@@ -219,7 +218,6 @@ def _data(reading: translation.Translator) -> None:
             return
         for index, weight in enumerate(weights):
             reading.set(f"data.train[{index}].weight", weight, "interleave_prob")
-    reading.take("stopping_strategy")
     if reading.take("dataset_shuffle") is False:
         reading.told.append("dataset_shuffle: every epoch has an order of its own, which runtime.seed fixes")
 
@@ -230,6 +228,8 @@ def _source(reading: translation.Translator, key: str, index: int, text: str) ->
     from_hf = text.startswith("HF::") or (reading.flag("use_hf") and not text.startswith("MS::"))
     name, _, count = next((text.removeprefix(hub) for hub in _HUBS if text.startswith(hub)), text).partition("#")
     source: dict[str, object] = {"max_rows": int(count)} if count.isdecimal() else {}
+    if count and not source:
+        reading.refuse(at, f"{count!r} behind # is no number of rows", "several data sets are a list")
     if columns := _columns(reading):
         source["columns"] = columns
     if (found := columns_of(name)) is not None and not columns:

@@ -164,6 +164,11 @@ def _named(reading: Translator, name: str) -> None:
     for ours, key in (("data.train", "dataset_train_split"), ("data.eval", "dataset_test_split")):
         split = str(reading.take(key))
         if ours == "data.train" or evaluates(reading):
+            if os.path.isfile(name) and (
+                _is_other_slice(split) or (ours == "data.eval" and not split.startswith("train"))
+            ):
+                reading.refuse(key, f"one file has no split {split}, and a run is not evaluated on what it learns",
+                               f"write datasets: [{{path: {name}}}] and test_split_size: 0.1")  # fmt: skip
             reading.set(ours, [_source(reading, {**given, "split": split})], "dataset_name")
             reading.origins[f"{ours}[0]"] = "dataset_name"
             for field, theirs in (("split", key), ("subset", "dataset_config"), ("streaming", "dataset_streaming")):
@@ -185,6 +190,9 @@ def _mixture(reading: Translator, mixture: object) -> None:
             reading.refuse(f"datasets[{index}].{key}", "TRL knows no such key of a data set", "remove it")
         for path in _files_of(reading, entry):
             places.append(f"datasets[{index}]")
+            if _is_local(path) and _is_other_slice(str(entry.get("split"))):
+                what = f"of files, {entry['split']} is not taken"
+                reading.refuse(f"datasets[{index}].split", what, "write train[:1000] for the first 1,000 rows")
             source = _source(reading, {**entry, "path": path, "streaming": reading.flag("streaming")})
             sources.append({**source, **({"weight": entry.get("fraction") or 1.0} if any(shares) else {})})
     reading.set("data.train", sources, "datasets")
@@ -230,6 +238,11 @@ def _rows_of(given: Mapping[str, Any]) -> RowColumns | None:
         return RowColumns(names=frozenset(names_of(given["columns"])))
     split = str(given.get("split") or "train").partition("[")[0]
     return columns_of(str(given["path"]), split) if _is_local(str(given["path"])) else None
+
+
+def _is_other_slice(split: str) -> bool:
+    """Whether a split is cut in a way that is not read of files."""
+    return "[" in split and _SLICE.fullmatch(split) is None
 
 
 def _source(reading: Translator, given: Mapping[str, Any]) -> JsonObject:
