@@ -316,8 +316,8 @@ def _assembled(batch: Sequence[Filled | Sample | RowError], assembler: Assembler
 #     rejected   q q q B B B     ->     branch 1: A A,   parent 0
 #                                       branch 2: B B B, parent 0
 #
-# Continuations part where the first of them begins to be learned, also if they begin alike: two continuations are two
-# leaves, and no target is shared.
+# Continuations part where the first of them begins to be learned, also if they begin alike, or where they differ before
+# that: two continuations are two leaves, and no target is shared.
 
 
 def parts_of(filled: Filled) -> tuple[Filled, ...]:
@@ -338,6 +338,8 @@ def join(filled: Filled, outcomes: Sequence[Sample | RowError], control_ids: NDA
     if filled.comparison is None:
         return replace(samples[0], for_rewards=filled.for_rewards) if filled.for_rewards else samples[0]
     prompt_length = min(int(sample.target.argmax()) for sample in samples)
+    for sample in samples[1:]:  # they may part before anything is learned, where a rule takes out how an answer begins
+        prompt_length = min(prompt_length, _common_length(samples[0].input_ids, sample.input_ids))
     try:
         _check(samples, prompt_length)
     except RowError as error:
@@ -362,7 +364,13 @@ def _check(samples: Sequence[Sample], prompt_length: int) -> None:
                 f"there is nothing to prefer"
             )
             raise RowError("no_difference", what, field="rejected")
-        assert np.array_equal(first[:prompt_length], other.input_ids[:prompt_length]), "one prompt, encoded twice"
+
+
+def _common_length(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """How many tokens two sequences begin with in common."""
+    shorter = min(len(one), len(other))
+    differs = one[:shorter] != other[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter
 
 
 def _notes(samples: Sequence[Sample]) -> tuple[tuple[str, int], ...]:

@@ -200,6 +200,41 @@ def test_tags_that_a_template_reads_in_texts_raise_no_alarm(
             assert RowVerifier(under_test).verify(row, changed).violations, index
 
 
+ONCE: dict[str, Any] = {"history": "one_rendering"}
+SYSTEM, ALL = {"targets": [{"role": "system", "train": True}]}, {"train_on": "all"}
+ODD_BUT_SOUND = {
+    "a thought that is the answer, and left out": (ONCE, [Thinking(text="so"), "so"]),
+    "an answer of nothing": (ONCE, [""]),
+    "an answer of a thought that is left out": (ONCE, [Thinking(text="so")]),
+    "what is learned in another branch": (ALL, [Thinking(text="so")], "r", ["c"]),
+    "a call with another's arguments in its own": ({}, [
+        ToolCall(name="weather", arguments={"city": {"city": "Rome"}}),
+        ToolCall(name="weather", arguments={"city": "Rome"}),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD_BUT_SOUND)
+def test_odd_rows_that_are_trained_as_they_should_raise_no_alarm(case: str) -> None:
+    options, *said = ODD_BUT_SOUND[case]
+    turns = [message("tool" if isinstance(parts, str) else "assistant", *parts) for parts in said]
+    row = chat(message("user", "q"), *turns, message("user", "r"), message("assistant", "z"), tools=(WEATHER,))
+    under_test = encoder(chat_template="qwen3", **options)
+    sample = under_test.encode(row)
+    assert [str(found) for found in RowVerifier(under_test).verify(row, sample).violations] == []
+
+
+@pytest.mark.parametrize("options", [SYSTEM, ALL], ids=["system", "all"])
+def test_a_system_message_that_is_printed_with_the_question_may_be_learned(
+    options: dict[str, Any], shared: Path
+) -> None:
+    row = chat(message("system", "Be kind."), message("user", "q"), message("assistant", "a"))
+    under_test = encoder(str(shared / "tokenizers/gemma3"), **options)
+    sample = under_test.encode(row)
+    assert "Be kind." in under_test.tokenizer.decode(sample.input_ids[sample.target].tolist())
+    assert [str(found) for found in RowVerifier(under_test).verify(row, sample).violations] == []
+
+
 def _trains(row: Row, under_test: Encoder) -> bool:
     try:
         under_test.encode(row)

@@ -101,6 +101,23 @@ def test_a_beginning_that_is_not_learned_is_shared_as_far_as_it_is_the_same(toke
         assert np.array_equal(ours.input_ids, theirs.input_ids)
 
 
+def test_continuations_part_where_they_differ_before_anything_is_learned(tokenizer: Any) -> None:
+    def thought(said: str, answer: str) -> list[dict[str, Any]]:
+        parts = [{"type": "text", "text": said, "train": False}, {"type": "text", "text": answer}]
+        return [{"role": "assistant", "content": parts}]
+
+    sample = encode(
+        {"prompt": CHAT, "chosen": thought("I guess: ", "Yes"), "rejected": thought("Hm: ", "No")}, tokenizer
+    )
+    assert [branch.parent for branch in sample.branches] == [-1, 0, 0]
+    whole = encode({"prompt": CHAT, "chosen": "I guess: Yes", "rejected": "Hm: No"}, tokenizer)
+    assert sample.branches[0].length == whole.branches[0].length
+    for ours, theirs in zip(sample.segments(), whole.segments(), strict=True):
+        assert np.array_equal(ours.input_ids, theirs.input_ids)
+    learned = [tokenizer.decode(segment.input_ids[segment.target]).strip() for segment in sample.segments()]
+    assert learned == ["Yes<|im_end|>", "No<|im_end|>"]
+
+
 def test_feedback_is_a_prompt_and_one_continuation(tokenizer: Any) -> None:
     for label, verdict in ((True, 1.0), (False, 0.0), ("undesirable", 0.0)):
         row = {"prompt": "Which?", "completion": "This.", "kto_tag": label}

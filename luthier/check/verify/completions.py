@@ -204,7 +204,7 @@ def _faults_of(
             yield Check.ANSWER_DECODES, f"the {name} is learned twice: {short(_shown(text))}"
     values = [value for gap in gaps for value in json_values(gap)]  # a thought or an answer may quote a call
     for arguments in said.calls:
-        wanted = sum(other == arguments for other in said.calls)
+        wanted = sum(holds_arguments(other, arguments) for other in said.calls)  # one's may be part of another's
         if arguments and sum(holds_arguments(value, arguments) for value in values) > wanted:
             yield Check.ANSWER_DECODES, f"a tool call is learned twice: {short(_shown(text))}"
             return

@@ -234,16 +234,21 @@ def _is_before_answer(shown: RenderedCase, index: int, prompt: str, kwargs: Mapp
 def _behind_answer(
     shown: RenderedCase, index: int, following: tuple[Message, ...], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """What the template prints behind the last string of a turn; None if the turn has none, or cannot be marked."""
+    """What the template prints behind the last string of a turn, or behind a text where it prints none of the turn's;
+    None if the turn cannot be marked."""
     messages = shown.row.messages
     marked = _mark_ends(messages[index], MARK)
-    for one in (marked, _with_ids_of(messages[index], marked)):  # some templates ask how long an id is
+    tried = [marked, _with_ids_of(messages[index], marked)]  # some templates ask how long an id is
+    if not any(isinstance(part, ToolCall) for part in marked.parts):
+        tried.append(replace(messages[index], parts=(*messages[index].parts, Text(text=MARK))))
+    for one in tried:
         try:
             text = shown.printer.render((*messages[:index], one, *following), shown.row.tools, **kwargs)
         except RowError:
             continue
         _, mark, behind = text.rpartition(MARK)
-        return behind if mark else None
+        if mark:
+            return behind
     return None
 
 

@@ -211,10 +211,10 @@ def _read_media(
 
 def _turn_elsewhere(policy: TurnPolicy, cut: Cut, whole_text: str, shown: RenderedCase) -> ExpectedTurn:
     """Such a turn; thoughts that the template leaves out of it are not looked for."""
+    turn = replace(_expected_turn(policy, cut, whole_text, shown), elsewhere=True)
     message = shown.row.messages[cut.message]
-    left_out = [part for part in message.parts if isinstance(part, Thinking) and part.text not in cut.completion]
-    if left_out:
-        kept = tuple(part for part in message.parts if part not in left_out)
+    kept = tuple(part for part in message.parts if not isinstance(part, Thinking))
+    if turn.findings and len(kept) < len(message.parts):
         messages = list(shown.row.messages)
         messages[cut.message] = replace(message, parts=kept)
         shown = replace(shown, row=replace(shown.row, messages=tuple(messages)))
@@ -223,7 +223,9 @@ def _turn_elsewhere(policy: TurnPolicy, cut: Cut, whole_text: str, shown: Render
             parts=tuple(part for part in policy.parts if not isinstance(part, Thinking)),
             pieces=tuple(piece for piece in policy.pieces if not isinstance(piece[0], Thinking)),
         )
-    return replace(_expected_turn(policy, cut, whole_text, shown), elsewhere=True)
+        without = replace(_expected_turn(policy, cut, whole_text, shown), elsewhere=True)
+        return turn if without.findings else without
+    return turn
 
 
 def _otherwise(shown: RenderedCase, first: Cut, policy: TurnPolicy, whole_text: str) -> Iterator[ExpectedTurn]:

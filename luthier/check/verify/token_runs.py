@@ -8,11 +8,12 @@ from itertools import groupby, takewhile
 
 import numpy as np
 
+from luthier.check.verify.completions import strings_of
 from luthier.check.verify.expected import AskedTurn, ExpectedRow, ExpectedTurn
 from luthier.check.verify.findings import Check, Violation
 from luthier.check.verify.learned import Home, Mask, Runs, find_home
 from luthier.check.verify.plain_template import HuggingFace, PlainTemplate, Printer
-from luthier.check.verify.policy import LearnedText, missing_of_part
+from luthier.check.verify.policy import LearnedText, missing_of_part, printed_forms
 from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer, first_difference
 from luthier.check.verify.weights import answer_weights
 from luthier.errors import RowError
@@ -167,6 +168,10 @@ def besides_faults(expected: ExpectedRow, runs: Runs, besides: Besides) -> Itera
         ]
         for part in policy.asked[index].parts:
             missing = [missing_of_part(part, text, runs.tokenizer, loosely=True) for text in learned]
+            if missing and not any(text.learned for text in learned):  # context there, for it is learned in another run
+                everywhere = (runs.tokenizer.decode(segment.input_ids[segment.target]) for segment in runs.segments)
+                texts = [LearnedText(before="", learned=text) for text in everywhere]
+                missing += [missing_of_part(part, text, runs.tokenizer, loosely=True) for text in texts]
             if missing and all(missing):
                 yield runs.fault(Check.ANSWER_DECODES, str(missing[0]), message=index)
 
@@ -182,7 +187,8 @@ def _candidates(expected: ExpectedRow) -> Iterator[Ids]:
 def _region(
     expected: ExpectedRow, index: int, template: Printer, tokenizer: ReferenceTokenizer
 ) -> tuple[int, Ids] | None:
-    """``(tokens before a message, ids up to its end)``, where the one text begins the other."""
+    """``(tokens before a message, ids up to its end)``, where the one text begins the other and the message is printed
+    between them: Gemma prints a system message with the question that follows."""
     neutral = expected.neutral
     assert neutral is not None, "a conversation"
     try:
@@ -190,7 +196,8 @@ def _region(
         upto = template.render(neutral.messages[: index + 1], neutral.tools)
     except RowError:
         return None
-    if not upto.startswith(before):
+    forms = [form.strip() for text in strings_of(neutral.messages[index]) for form in printed_forms(text)]
+    if not upto.startswith(before) or not any(form in upto[len(before) :] for form in forms if form):
         return None
     texts = neutral.readable([before, upto], tokenizer)
     first, second = tokenizer.encode(texts, forged=neutral.forged)
