@@ -334,10 +334,9 @@ def _with_adapter(run: TrainedRun) -> tuple[TrainedRun, list[str]]:
 
 def _parity(run: TrainedRun, engine: LocalEngine, dtype: str, measured: taken_down.TakenDown | None) -> Parity:
     tokenizer = run.encoder.tokenizer
-    kinds = [
-        dtype,
-        *sorted({_name_of(tensor.dtype) for tensor in engine.model.parameters() if tensor.is_floating_point()}),
-    ]
+    weights = {tensor.dtype for tensor in engine.model.parameters() if tensor.is_floating_point()}
+    computed_in = {getattr(layer, "compute_dtype", None) for layer in engine.model.modules()}  # of layers in 4 bits
+    kinds = [dtype, *sorted(map(_name_of, weights | {each for each in computed_in if isinstance(each, torch.dtype)}))]
     return Parity(
         version=PARITY_VERSION,
         luthier=__version__,

@@ -113,11 +113,11 @@ def adapter(folder: Path, target: Path, kind: str) -> None:
         model.save_pretrained(target)
 
 
-def export(folder: Path, kind: str, data: dict[bool, Path], tmp_path: Path) -> Exported:
+def export(folder: Path, kind: str, data: dict[bool, Path], tmp_path: Path, **quantization: str) -> Exported:
     sees, adapted = folder.name.endswith(PICTURES), kind in ADAPTED
     if adapted:
         adapter(folder, tmp_path / "adapter", kind)
-    model = {"name_or_path": str(folder), "quantization": ADAPTED.get(kind), "dtype": "float32"}
+    model = {"name_or_path": str(folder), "quantization": quantization or ADAPTED.get(kind), "dtype": "float32"}
     described = {
         "model": {key: value for key, value in model.items() if value is not None},
         "data": {"train": [{"path": str(data[sees])}]},
@@ -142,6 +142,14 @@ def test_an_export_of_each_family_and_kind_is_proven(
     assert not any("no context" in result.told for result in done.proof.results if result.check is ExportCheck.LOGPROBS)
     if family.endswith(PICTURES) and kind == "full":
         _pictures_are_checked_later(tmp_path / "exported")
+
+
+@pytest.mark.parametrize(("computed_in", "bound"), [("auto", "exact"), ("bfloat16", "cast")])
+def test_a_base_whose_layers_compute_in_16_bits_is_held_to_the_bounds_of_these(
+    computed_in: str, bound: str, base: Base, data: dict[bool, Path], tmp_path: Path
+) -> None:
+    done = export(base("qwen3"), "QLoRA nf4", data, tmp_path, type="nf4", compute_dtype=computed_in)
+    assert done.ok and read_parity(tmp_path / "exported").bound == bound
 
 
 def _pictures_are_checked_later(folder: Path) -> None:
