@@ -338,8 +338,11 @@ def join(filled: Filled, outcomes: Sequence[Sample | RowError], control_ids: NDA
     if filled.comparison is None:
         return replace(samples[0], for_rewards=filled.for_rewards) if filled.for_rewards else samples[0]
     prompt_length = min(int(sample.target.argmax()) for sample in samples)
-    for sample in samples[1:]:  # they may part before anything is learned, where a rule takes out how an answer begins
-        prompt_length = min(prompt_length, _common_length(samples[0].input_ids, sample.input_ids))
+    for part, sample in zip(parts_of(filled)[1:], samples[1:], strict=True):
+        common = _common_length(samples[0].input_ids, sample.input_ids)
+        if common < prompt_length:  # a rule takes out how the answers begin, and they begin differently
+            assert part.prompt_text == filled.prompt_text, "one prompt, rendered twice"
+            prompt_length = common
     try:
         _check(samples, prompt_length)
     except RowError as error:

@@ -279,7 +279,8 @@ def _thought_faults(gaps: Sequence[str], opened: Sequence[bool], said: Said) -> 
 
 
 def _own_tags(gaps: Sequence[str], calls: Sequence[Mapping[str, object]]) -> list[list[str]]:
-    """The tags of each gap, without the last ones of a name, as often as the arguments of calls say them: as text."""
+    """The tags of each gap that the template wrote. Arguments of calls may hold tags too, as text: of each name as many
+    are left out, from the end."""
     tags: list[list[str]] = [re.findall(_TAG, gap) for gap in gaps]
     said: Counter[str] = Counter()
     if any(tags):

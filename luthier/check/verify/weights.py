@@ -153,7 +153,7 @@ class _OwnedString:
 class Owned:
     """A text in runs, each with the slot whose it is; None: the template's own.
 
-    ``has_blanks``: some string of the row is white space alone, and which of the text's is not known.
+    ``has_blanks``: some string of the row is white space alone, and where it stands in the text is not known.
     """
 
     runs: tuple[tuple[str, _OwnedString | None], ...]

@@ -59,7 +59,6 @@ class Reading:
         for name, value in values.items():
             if type(value) is dict:
                 refuse_unreadable(layout.columns[name], value)
-        self._taken = {layout.columns[name] for name in values.keys() & _OF_THE_CONVERSATION}
         self._media_columns = {kind: values[name] for kind, name in COLUMN_OF_KIND.items() if name in values}
         self._root = layout.media_root if layout.media_root is not None else _folder_of(row.address.file)
         self._slots = slots
@@ -240,7 +239,8 @@ class Reading:
 
     def _columns_for_rewards(self) -> JsonObject:
         """All of the row but the conversation itself."""
-        return {name: value for name, value in self.data.items() if name not in self._taken}
+        taken = {self.columns[name] for name in self._values.keys() & _OF_THE_CONVERSATION}
+        return {name: value for name, value in self.data.items() if name not in taken}
 
     def _is_unfinished(self, messages: Sequence[Message]) -> bool:
         value = self._values.get("continue_final_message")
