@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
@@ -21,6 +21,8 @@ from luthier.writing import JsonObject, counted, write_whole
 
 PARITY_FILE = "parity.json"
 PARITY_VERSION = 1
+ASIDE = (".md", ".rst", ".html", ".pdf", ".log", ".csv", ".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp")
+ASIDE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")  # alone, or as .txt
 
 
 class GoldenPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +158,7 @@ def _digest(parity: Parity) -> str:
 
 def file_faults(parity: Parity, folder: Path) -> list[tuple[str, str]]:
     """Files of the folder that are not those that were written, ``parity.json`` among them: name, what is wrong. A file
-    more is no fault, unless it would be loaded as weights."""
+    more is one, unless it is of a kind that no program takes for a part of a model."""
     faults = []
     if parity.sha256 and parity.sha256 != _digest(parity):
         faults.append((PARITY_FILE, "it has other content than was written"))
@@ -168,8 +170,20 @@ def file_faults(parity: Parity, folder: Path) -> list[tuple[str, str]]:
             faults.append((name, f"it has {counted(path.stat().st_size, 'byte')}, written were {written.bytes:,}"))
         elif digest_of(path) != written.sha256:
             faults.append((name, "it has other content than was written"))
-    strange = sorted(path.name for path in folder.glob("*.safetensors*") if path.name not in parity.files)
-    return faults + [(name, "it was not written with the others") for name in strange]
+    more = "it was not written with the others, and programs may load it: remove it"
+    return faults + [(name, more) for name in _files_in(folder) if name not in parity.files and not _is_aside(name)]
+
+
+def _files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+
+
+def _is_aside(name: str) -> bool:
+    """Whether a file, by its path in the folder, is no part of a model: it is hidden, a text about it, or a picture."""
+    path = PurePath(name)
+    hidden = any(part.startswith(".") for part in path.parts)
+    legal = path.name.upper().removesuffix(".TXT") in ASIDE_NAMES
+    return hidden or legal or name == PARITY_FILE or path.suffix.lower() in ASIDE
 
 
 def served_otherwise(parity: Parity, server: TokenServer) -> list[tuple[str, str]]:

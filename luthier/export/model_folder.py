@@ -157,13 +157,14 @@ def check_export(folder: str | Path) -> ExportProof:
     Raises `UserError` where it has none.
     """
     place = Path(folder).expanduser()
-    parity, files = read_parity(place), sorted(place.glob("*.gguf"))
-    if not files:
+    parity = read_parity(place)
+    file = next((name for name in sorted(parity.files) if name.endswith(".gguf")), None)
+    if file is None:
         return prove(place, parity)
     listed = check_result(
         ExportCheck.FILES, f"{counted(len(parity.files), 'file')} by their digests", file_faults(parity, place)
     )
-    return ExportProof(results=(listed, *gguf.prove_gguf(files[0], parity).results))
+    return ExportProof(results=(listed, *gguf.prove_gguf(place / file, parity).results))
 
 
 def prove_merged(run: Path) -> str:

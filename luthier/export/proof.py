@@ -22,11 +22,11 @@ from luthier.check.golden import GoldenContext, GoldenPictures, Parity, file_fau
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines.local import LocalEngine, base_of
-from luthier.errors import LuthierError, RowError, first_line
+from luthier.errors import RowError, first_line
 from luthier.export import taken_down
 from luthier.export.checks import BOUNDS, CAST, ExportCheck, ExportProof, ExportResult, check_result
 from luthier.prediction.trained_run import TrainedRun
-from luthier.training.folder.artifacts import TEMPLATE_FILE
+from luthier.training.folder.artifacts import TEMPLATE_FILE, TEMPLATE_HOLDERS, TEMPLATE_KEY
 from luthier.writing import JsonObject, counted
 
 MAX_SLOPE_ERROR = 0.1  # standard error of what is told of a module, above which nothing is told
@@ -56,7 +56,7 @@ def prove(
     try:
         run = _alone(folder, parity, like)
         results.append(_tokens(folder, parity, run, measured))
-    except (LuthierError, OSError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - of a damaged folder a library raises what it likes
         return ExportProof(results=(*results, check_result(ExportCheck.TOKENS, "the tokenizer alone", [_fault(error)])))
     loaded = _loaded(run)
     if isinstance(loaded, ExportResult):
@@ -64,7 +64,10 @@ def prove(
     results.append(check_result(ExportCheck.LOADS, f"{type(base_of(loaded.model)).__name__} from the folder alone", []))
     if weights is not None:
         results.append(_weights(base_of(loaded.model), weights, parity))
-    results += list(_behaviour(loaded, run, parity, measured))
+    try:
+        results += list(_behaviour(loaded, run, parity, measured))
+    except Exception as error:  # noqa: BLE001 - a model that is not what its files say raises what it likes
+        results.append(check_result(ExportCheck.LOGPROBS, "the model alone", [_fault(error)]))
     return ExportProof(results=tuple(results))
 
 
@@ -84,29 +87,49 @@ def template_digest(text: str | None) -> str:
 
 
 def _template(folder: Path, parity: Parity) -> ExportResult:
-    """The file's bytes, and what transformers finds in the folder."""
+    """The file's bytes, what transformers finds in the folder, and every other template there, which a program might
+    use in its place."""
     path, faults = folder / TEMPLATE_FILE, []
     written = template_digest(path.read_bytes().decode("utf-8", "replace")) if path.is_file() else ""
-    read = template_digest(_tokenizer_or_none(folder, "chat_template"))
-    for where, found in ((TEMPLATE_FILE, written), ("AutoTokenizer.chat_template", read)):
+    read = template_digest(_template_read(folder))
+    for where, found in (
+        (TEMPLATE_FILE, written),
+        ("AutoTokenizer.chat_template", read),
+        *_other_templates(folder),
+    ):
         if found != parity.template_sha256:
             faults.append((where, f"SHA-256 {found[:12] or 'of nothing'}, trained with {parity.template_sha256[:12]}"))
     return check_result(ExportCheck.TEMPLATE, "the chat template's bytes", faults)
 
 
-def _tokenizer_or_none(folder: Path, attribute: str) -> Any:
+def _other_templates(folder: Path) -> Iterator[tuple[str, str]]:
+    """Where a chat template stands beside the file for it, with its digest."""
+    for name in ("chat_template.json", *TEMPLATE_HOLDERS):
+        try:
+            said = _settings(folder / name).get(TEMPLATE_KEY)
+        except (OSError, ValueError):
+            continue  # told by the check that needs it
+        if said is not None:
+            yield f"{name}: {TEMPLATE_KEY}", template_digest(said if isinstance(said, str) else json.dumps(said))
+    for path in sorted(folder.glob("*/*.jinja")):
+        yield str(path.relative_to(folder)), template_digest(path.read_bytes().decode("utf-8", "replace"))
+
+
+def _template_read(folder: Path) -> str | None:
+    """The chat template that transformers finds; of several, what they are."""
     try:
-        return getattr(AutoTokenizer.from_pretrained(str(folder), local_files_only=True), attribute)
-    except (OSError, ValueError, KeyError, TypeError):  # the check of tokens says why
+        found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True).chat_template
+    except Exception:  # noqa: BLE001 - the check of tokens says why
         return None
+    return found if found is None or isinstance(found, str) else json.dumps(found)
 
 
 def _stops(folder: Path, parity: Parity) -> ExportResult:
     faults = []
     try:
         said = GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
-    except (OSError, ValueError) as error:
-        said, faults = None, [("generation_config.json", str(error).splitlines()[0])]
+    except Exception as error:  # noqa: BLE001 - transformers raises what it likes
+        said, faults = None, [("generation_config.json", first_line(error))]
     found = set() if said is None else {said} if isinstance(said, int) else set(said)
     if lacking := sorted(set(parity.stops) - found):
         faults.append(("generation_config.json", f"eos_token_id {sorted(found)} lacks {lacking}, which end an answer"))
@@ -124,7 +147,7 @@ def _special_ids(folder: Path, parity: Parity) -> ExportResult:
         for name, number in parity.special_ids.items():
             if found.get(name) != number:
                 faults.append((name, f"id {found.get(name)}, trained with {number}"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # noqa: BLE001 - transformers raises what it likes
         faults.append(("tokenizer", first_line(error)))
     faults += _config_ids(folder, parity)
     return check_result(ExportCheck.SPECIAL_IDS, counted(len(parity.special_ids), "special token"), faults)
@@ -134,7 +157,7 @@ def _config_ids(folder: Path, parity: Parity) -> Iterator[tuple[str, str]]:
     """The padding of the config and of generation, where they say one, is an id that ends nothing but an answer."""
     for name in ("config.json", "generation_config.json"):
         try:
-            said = json.loads((folder / name).read_text(encoding="utf-8"))
+            said = _settings(folder / name)
         except (OSError, ValueError):
             continue  # told by the check that needs it
         text = {**said, **(said.get("text_config") or {})}
@@ -188,7 +211,7 @@ def _tokens(folder: Path, parity: Parity, run: TrainedRun, measured: taken_down.
 def _prompt_faults(folder: Path, parity: Parity) -> Iterator[tuple[str, str]]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # noqa: BLE001 - transformers raises what it likes
         yield "tokenizer", f"transformers cannot load it: {first_line(error)}"
         return
     for golden in parity.prompts:
@@ -208,7 +231,7 @@ def _prompt_faults(folder: Path, parity: Parity) -> Iterator[tuple[str, str]]:
 def _dtype(folder: Path, parity: Parity) -> ExportResult:
     faults = []
     try:
-        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        said = _settings(folder / "config.json")
         named = said.get("dtype") or said.get("torch_dtype")
         if named != parity.dtype:
             faults.append(("config.json", f"dtype {named}, exported in {parity.dtype}"))
@@ -243,7 +266,7 @@ def _dtype(folder: Path, parity: Parity) -> ExportResult:
 def _loaded(run: TrainedRun) -> LocalEngine | ExportResult:
     try:
         return run.engine(1)
-    except (LuthierError, OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # noqa: BLE001 - of a damaged folder a library raises what it likes
         return check_result(ExportCheck.LOADS, "the folder alone", [_fault(error)])
 
 
@@ -450,6 +473,14 @@ def _differs(held: Sequence[HeldContext], merged: ExportResult) -> ExportResult:
     return check_result(
         ExportCheck.DIFFERS, told, [("all contexts", "it is no nearer to the trained model than the base")]
     )
+
+
+def _settings(path: Path) -> JsonObject:
+    """A JSON file of the folder. Raises `OSError`, and `ValueError` for one that holds no object."""
+    said: JsonObject = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(said, dict):
+        raise ValueError(f"{path.name} holds a {type(said).__name__}, not an object")
+    return said
 
 
 def _fault(error: BaseException) -> tuple[str, str]:

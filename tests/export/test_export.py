@@ -26,6 +26,7 @@ import luthier
 from luthier import ExportCheck, ExportOptions, ExportProof
 from luthier.check.golden import PARITY_FILE, Parity, file_faults, read_parity, write_parity
 from luthier.cli.main import run as run_command
+from luthier.encoding.tokenizer import AddedTokens, load_tokenizer
 from luthier.errors import CheckpointError, ConfigError, ModelError, UserError
 from luthier.export import model_folder, quantizing, taken_down
 from luthier.export.proof import prove
@@ -33,6 +34,8 @@ from luthier.models import adapter_files
 from luthier.models.adapter_files import quiet_peft
 from luthier.prediction.trained_run import open_run
 from luthier.presets import model_folder as model_folder_of
+from luthier.presets import tokenizer_folder
+from luthier.training.folder.artifacts import save_tokenizer
 from luthier.training.folder.staging import RunFiles
 from tests.conftest import refused
 
@@ -197,6 +200,32 @@ def other_config(folder: Path, world: World) -> None:
     change_json(folder / "config.json", rms_norm_eps=0.1)
 
 
+def template_of_another_program(folder: Path, world: World) -> None:
+    change_json(folder / "tokenizer_config.json", chat_template="{{ messages }}")
+
+
+def template_of_an_old_processor(folder: Path, world: World) -> None:
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}), encoding="utf-8")
+
+
+def template_for_tools(folder: Path, world: World) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}", encoding="utf-8")
+
+
+def fewer_layers(folder: Path, world: World) -> None:
+    change_json(folder / "config.json", num_hidden_layers=1)
+
+
+def quantization_of_nothing(folder: Path, world: World) -> None:
+    method = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    change_json(folder / "config.json", quantization_config=method)
+
+
+def config_of_no_object(folder: Path, world: World) -> None:
+    (folder / "config.json").write_text("[]", encoding="utf-8")
+
+
 C = ExportCheck
 NEW, LATER = {C.WEIGHTS, C.LOGPROBS}, {C.LOGPROBS}
 FAULTS: dict[Callable[[Path, World], None], tuple[set[ExportCheck], set[ExportCheck]]] = {
@@ -218,6 +247,12 @@ FAULTS: dict[Callable[[Path, World], None], tuple[set[ExportCheck], set[ExportCh
     truncated_shard: ({C.DTYPE, C.LOADS}, {C.DTYPE, C.LOADS}),
     lost_tensor: ({C.LOADS}, {C.LOADS}),
     other_config: ({C.LOGPROBS}, LATER),
+    template_of_another_program: ({C.TEMPLATE}, {C.TEMPLATE}),
+    template_of_an_old_processor: ({C.TEMPLATE}, {C.TEMPLATE}),
+    template_for_tools: ({C.TEMPLATE}, {C.TEMPLATE}),
+    fewer_layers: ({C.LOADS}, {C.LOADS}),
+    quantization_of_nothing: ({C.DTYPE}, {C.DTYPE}),
+    config_of_no_object: ({C.DTYPE, C.TOKENS}, {C.DTYPE, C.TOKENS}),
 }
 
 
@@ -254,6 +289,46 @@ def test_golden_cases_that_were_changed_or_taken_away_are_found(
     assert file_faults(read_parity(tmp_path / "edited"), tmp_path / "edited") == []
     change_json(tmp_path / "edited" / PARITY_FILE, **change)
     assert [name for name, _ in file_faults(read_parity(tmp_path / "edited"), tmp_path / "edited")] == [PARITY_FILE]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pytorch_model.bin",
+        "consolidated.00.pth",
+        "consolidated.safetensors",
+        "model.safetensors.index.json",
+        "model-q8_0.gguf",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.model",
+        "added_tokens.json",
+        "preprocessor_config.json",
+        "modeling_other.py",
+        "custom_generate/generate.py",
+        "onnx/model.onnx",
+    ],
+)
+def test_a_file_that_a_program_may_load_beside_those_that_were_written_is_found(
+    name: str, world: World, tmp_path: Path
+) -> None:
+    folder = tmp_path / "exported"
+    shutil.copytree(world.folder, folder)
+    for aside in ("notes.md", "LICENSE.txt", "loss.png", ".gitattributes", ".cache/huggingface/refs.json"):
+        (folder / aside).parent.mkdir(parents=True, exist_ok=True)
+        (folder / aside).write_text("of no program", encoding="utf-8")
+    assert file_faults(read_parity(folder), folder) == []
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("{}", encoding="utf-8")
+    ((found, _),) = file_faults(read_parity(folder), folder)
+    assert found == name
+
+
+def test_a_folder_of_files_that_is_linked_into_an_export_is_found(world: World, tmp_path: Path) -> None:
+    shutil.copytree(world.folder, tmp_path / "exported")
+    (tmp_path / "exported" / "additional_chat_templates").symlink_to(tmp_path)
+    ((found, _),) = file_faults(world.parity, tmp_path / "exported")
+    assert found == "additional_chat_templates"
 
 
 def test_what_was_exported_holds_later_wherever_it_is_and_is_read_by_transformers_alone(
@@ -688,3 +763,26 @@ def test_weights_are_merged_one_by_one_and_not_held_beside_those_of_the_file(tmp
     assert done.returncode == 0, done.stderr
     peak, after = map(float, done.stdout.split())
     assert peak < 0.4 and after < 0.2, f"{peak:.2f} of the weights' size more than before, then {after:.2f}"
+
+
+@pytest.mark.parametrize("grown", [False, True], ids=["as it is", "with tokens added"])
+@pytest.mark.parametrize("several", [False, True], ids=["one template", "several"])
+def test_a_folder_has_no_other_chat_template_than_the_one_of_the_run(
+    several: bool, grown: bool, tmp_path: Path
+) -> None:
+    """Programs differ in which of two templates they use, and use another one beside tools, where there is one."""
+    source, theirs = tmp_path / "source", "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    shutil.copytree(tokenizer_folder("tiny-qwen3"), source)
+    named = [{"name": "default", "template": theirs}, {"name": "tool_use", "template": theirs}]
+    (source / "chat_template.jinja").unlink(missing_ok=True)
+    change_json(source / "tokenizer_config.json", chat_template=named if several else theirs)
+    added = AddedTokens(ordinary=("<new>",)) if grown else None
+    tokenizer = load_tokenizer(source, chat_template="chatml", added=added)
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    loaded: Any = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert loaded.get_chat_template(tools=[{"type": "function"}]) == tokenizer.files.chat_template
+    assert "chat_template" not in json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text("utf-8"))
+    if not grown and not several:
+        save_tokenizer(load_tokenizer(source), tmp_path / "own")
+        written, wanted = (folder / "tokenizer_config.json" for folder in (tmp_path / "own", source))
+        assert written.read_bytes() == wanted.read_bytes(), "the template of the run itself stays where it was"

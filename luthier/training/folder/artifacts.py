@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,8 @@ from luthier.training.report.result import RunResult
 from luthier.writing import counted
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FILE, TEMPLATE_KEY = "chat_template.jinja", "chat_template"
+TEMPLATE_HOLDERS = ("tokenizer_config.json", *PROCESSOR_FILES)  # which may hold a chat template, too
 
 
 def save_model(
@@ -54,24 +56,38 @@ def save_model(
     if processor is not None:
         for name in PROCESSOR_FILES:
             if (processor / name).is_file():
-                shutil.copyfile(processor / name, folder / name)
+                _copy_settings(processor / name, folder / name, tokenizer.files.chat_template)
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Copy the tokenizer's own files, byte for byte; with added tokens, transformers writes them anew.
+    """Copy the tokenizer's own files, byte for byte; with added tokens, transformers writes them anew. Another chat
+    template than the one of the run is not taken along: programs differ in which of two they use.
 
     Raises as `transformers_tokenizer`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     source = tokenizer.files.folder
     if tokenizer.added.ordinary or tokenizer.added.special:
-        transformers_tokenizer(tokenizer).save_pretrained(str(folder))
+        theirs = transformers_tokenizer(tokenizer)
+        if tokenizer.files.chat_template is not None:
+            theirs.chat_template = tokenizer.files.chat_template
+        theirs.save_pretrained(str(folder))
     else:
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+                _copy_settings(source / name, folder / name, tokenizer.files.chat_template)
     if tokenizer.files.chat_template is not None:
         (folder / TEMPLATE_FILE).write_text(tokenizer.files.chat_template, encoding="utf-8")
+
+
+def _copy_settings(source: Path, target: Path, chat_template: str | None) -> None:
+    """Copy a JSON file byte for byte, or without its chat template where the run has another one."""
+    if chat_template is not None and source.name in TEMPLATE_HOLDERS:
+        said = json.loads(source.read_text(encoding="utf-8"))
+        if said.pop(TEMPLATE_KEY, chat_template) != chat_template:
+            target.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            return
+    shutil.copyfile(source, target)
 
 
 def transformers_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
