@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypedDict, Unpack, cast
-from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -160,7 +159,6 @@ def as_prompt(row: Row) -> Conversation:
 
 
 _Machinery = Callable[[Iterable[Row | RowError]], Iterator[Sample | RowError]]
-_machines: WeakKeyDictionary[Tokenizer, dict[Any, _Machinery]] = WeakKeyDictionary()
 
 
 def _of_run(description: RunDescription, options: EncodeOptions) -> _Machinery:
@@ -205,7 +203,7 @@ def _machinery(
     """What encodes under these options, with all the recordings it has made."""
     # the processor itself, not what it holds: its class need not be able to compare
     key = (policy, msgspec.json.encode(dict(sorted(kwargs.items()))), id(processor), repr(sorted(media.items())))
-    known = _machines.setdefault(tokenizer, {})
+    known: dict[Any, _Machinery] = tokenizer.kept  # which goes with it: what encodes holds the tokenizer itself
     if key not in known:
         options = MediaConfig(**media)
         measurer = Measurer(

@@ -82,6 +82,7 @@ class Tokenizer:
         template_settings: TemplateSettings | None = None,
     ) -> None:
         self.files, self.added = files, added
+        self.kept: dict[Any, Any] = {}  # what was made of this tokenizer, to be used again as long as it is there
         self._spec = tokenizer_files.with_added(files.tokenizer, ordinary=added.ordinary, special=added.special)
         self.special_tokens = _special_tokens(files.config)
         self.template = (

@@ -281,7 +281,11 @@ class Api:
         return found
 
     def _settings(self, name: str, body: SamplingBody, ids: Ids) -> GenerateConfig:
-        own, context = self._answering(name).settings, self.served.context
+        own, context, size = self._answering(name).settings, self.served.context, self.served.tokenizer.vocab_size
+        for number in body.stop_token_ids or ():
+            if number >= size and number not in own.stop_token_ids:
+                what = f"{number} is an id that the model never gives: the vocabulary has {size:,}"
+                raise RefusedRequest(400, what, code="invalid_value", param="stop_token_ids")
         return settings_of(body, own, self.limits, prompt=len(ids), context=context)
 
     async def _body(self, request: Request, kind: type[AnyBody]) -> AnyBody:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import doctest
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -125,3 +127,15 @@ def test_neither_torch_nor_transformers_is_needed() -> None:
         "assert not {'torch', 'transformers', 'datasets', 'pandas', 'PIL', 'av'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_tokenizer_that_nobody_uses_any_more_is_freed_with_all_that_was_made_of_it() -> None:
+    tokenizer = luthier.load_tokenizer("preset:tiny-qwen3")
+    row = {"messages": [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "Yes."}]}
+    sample = luthier.encode(row, tokenizer)
+    luthier.encode_prompt(row["messages"][:1], tokenizer, template_kwargs={"enable_thinking": False})
+    assert luthier.parse_reply(sample.input_ids[sample.target], tokenizer).text == "Yes."
+    left = weakref.ref(tokenizer)
+    del tokenizer
+    gc.collect()
+    assert left() is None

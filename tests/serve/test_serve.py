@@ -114,6 +114,8 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"repetition_penalty": 1e300}, 400, "repetition_penalty"),
     ({"top_logprobs": 3}, 400, "top_logprobs"),
     ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs"),
+    ({"stop_token_ids": [1_000_000]}, 400, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, 400, "stop_token_ids"),
     ({"seed": -1}, 400, "seed"),
     ({"stop": [""]}, 400, "stop"),
     ({"stop": ["a"] * 17}, 400, "stop"),
