@@ -336,6 +336,21 @@ def _as_path(value: object) -> object:
     return Path(os.path.expanduser(value)) if isinstance(value, str) and value else value
 
 
+def rows_of_slice(text: str, count: int) -> range:
+    """The numbers of the rows, of ``count``, that ``data.train[0].slice`` takes. Shares are rounded to whole rows, as
+    `datasets` rounds them.
+
+    >>> rows_of_slice("-30%:", 9), rows_of_slice("4:100", 9), rows_of_slice(":50%", 5)
+    (range(6, 9), range(4, 9), range(0, 2))
+    """
+    ends = []
+    for written, usual in zip(text.split(":"), (0, count), strict=True):
+        number = usual if not written else int(written.rstrip("%"))
+        number = round(number * count / 100) if written.endswith("%") else number
+        ends.append(min(max(number + count if number < 0 else number, 0), count))
+    return range(*ends)
+
+
 def as_list(value: object) -> object:
     """One entry may stand for a list of one."""
     return [value] if isinstance(value, str | dict) else value

@@ -212,15 +212,6 @@ def _metric(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("eval.metric_for_best_model", what, f"choose {' or '.join(known)}")
 
 
-def _steps(draft: Draft) -> Iterator[Problem]:
-    train = draft.config.train
-    if train.max_steps is not None and train.warmup_steps >= 1 and train.warmup_steps > train.max_steps:
-        what = (
-            f"{counted(train.warmup_steps, 'step')} of warmup, and {draft.cite('train.max_steps')} is {train.max_steps}"
-        )
-        yield draft.problem("train.warmup_steps", what, f"at most {train.max_steps}, or a share such as 0.03")
-
-
 def _padding(draft: Draft) -> Iterator[Problem]:
     config = draft.config
     longest = config.data.max_length * (2 if losses.is_compared(config.objective) else 1)  # two answers share a row
@@ -451,7 +442,6 @@ _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("generate",), _generating),
     (("eval", "output.save_strategy", "output.save_steps"), _best_checkpoint),
     (("eval", "objective.name"), _metric),
-    (("train.warmup_steps", "train.max_steps"), _steps),
     (("train.pad_to_multiple_of", "data.max_length", "objective.name"), _padding),
     (("train.weight_decay", "train.learning_rate"), _decay),
     (("model.dtype", "adapter.type"), _half_weights),

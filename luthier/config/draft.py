@@ -259,6 +259,18 @@ def _at_odds(draft: Draft) -> Iterator[str]:
             "averages its weights instead of having its rate fall: with both it learns less (set "
             "train.lr_scheduler_type: constant_with_warmup)"
         )
+    yield from _warmup(draft)
+
+
+def _warmup(draft: Draft) -> Iterator[str]:
+    """A run that ends within its warm-up: short tries with the file of a long run are such."""
+    train = draft.config.train
+    steps, most = train.warmup_steps, train.max_steps
+    if most is not None and steps > max(most, 1) and str(train.lr_scheduler_type) not in _WITHOUT_WARMUP:
+        yield (
+            f"{draft.cite('train.warmup_steps')} is {steps:g}, and {draft.cite('train.max_steps')} is {most}: the run "
+            f"ends within its warm-up, at {most / steps:.0%} of train.learning_rate"
+        )
 
 
 def _evaluation(draft: Draft) -> Iterator[tuple[str, str]]:

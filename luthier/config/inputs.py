@@ -185,6 +185,21 @@ def _check_pair(tags: list[str]) -> list[str]:
     return tags
 
 
+def _check_slice(text: str | None) -> str | None:
+    if text is None:
+        return None
+    ends = re.fullmatch(r"(-?\d+(%)?)?:(-?\d+(%)?)?", text)
+    if ends is None or not (ends[1] or ends[3]):
+        raise ValueError(
+            'write two numbers of rows, or two shares, with a colon between them: "100:200", ":90%", "90%:"'
+        )
+    if ends[1] and ends[3] and ends[2] != ends[4]:
+        raise ValueError("both numbers are rows, or both are shares")
+    if "%" in text and any(abs(int(end.rstrip("%"))) > 100 for end in (ends[1], ends[3]) if end):
+        raise ValueError("a share is at most 100%")
+    return text
+
+
 class SourceConfig(Section):
     """One data set. ``- path.jsonl`` is short for ``- {path: path.jsonl}``; ``path.jsonl#1000`` takes 1000 rows."""
 
@@ -213,6 +228,9 @@ class SourceConfig(Section):
     """Subset (configuration) of a Hub data set."""
     revision: choices.NonEmpty | None = None
     """Branch, tag or commit of a Hub data set."""
+    slice: Annotated[choices.NonEmpty | None, AfterValidator(_check_slice)] = None
+    """Take only these rows, by number or in per cent: ``":90%"``, ``"90%:"``, ``"100:200"``, ``"-50:"``. It is meant as
+    between the brackets of ``datasets``' ``train[:90%]``, and comes before ``max_rows`` and ``first_rows``."""
     max_rows: choices.Count | None = None
     """Take a seeded sample of this many rows (all, if there are fewer)."""
     first_rows: choices.Count | None = None

@@ -174,15 +174,11 @@ def _freeze(model: PreTrainedModel, section: AdapterConfig) -> None:
         for layer in last:
             layer.requires_grad_(True)
     for pattern in section.freeze_trainable_modules:
-        matched = [p for name, p in model.named_parameters() if _is_whole(name, pattern)]
+        matched = [p for name, p in model.named_parameters(remove_duplicate=False) if _is_whole(name, pattern)]
         if not matched:
-            names, own = _collapse(name for name, _ in model.named_parameters()), dict(model.named_parameters())
-            what, hint = f"no parameter matches {pattern!r}", f"there are {', '.join(names)}"
-            for tied, weight in model.named_parameters(remove_duplicate=False):
-                if _is_whole(tied, pattern):
-                    name = next(name for name, each in own.items() if each is weight)
-                    what, hint = f"{tied} is the same weight as {name}", f"name {name} in its place, which trains both"
-            raise ModelError(f"adapter.freeze_trainable_modules: {what}", hint=hint)
+            names = ", ".join(_collapse(name for name, _ in model.named_parameters()))
+            what = f"adapter.freeze_trainable_modules: no parameter matches {pattern!r}"
+            raise ModelError(what, hint=f"there are {names}")
         for parameter in matched:
             parameter.requires_grad_(True)
     if not any(p.requires_grad for p in model.parameters()):
@@ -190,6 +186,14 @@ def _freeze(model: PreTrainedModel, section: AdapterConfig) -> None:
             "adapter.type freeze leaves nothing to train",
             hint="set adapter.freeze_trainable_layers (2: the last two) or adapter.freeze_trainable_modules",
         )
+
+
+def tied_by_name(model: nn.Module, patterns: Iterable[str]) -> dict[str, str]:
+    """Names by which patterns mean a weight that has another, its first: ``lm_head.weight`` of a tied model."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    named = [name for name in weights if any(_is_whole(name, pattern) for pattern in patterns)]
+    first = {id(weight): name for name, weight in model.named_parameters()}
+    return {name: other for name in named if (other := first[id(weights[name])]) not in named}
 
 
 # -------------------------------------------------------------------------------------------------- new layers

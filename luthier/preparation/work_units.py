@@ -209,7 +209,9 @@ class WorkUnits:
 def _files_of_lines(source: Source) -> Sequence[DataFile] | None:
     """The files of a source if all of them have a row a line and all their rows count."""
     config = source.config
-    if (config.max_rows, config.first_rows) != (None, None) or not isinstance(source.origin, LocalFiles):
+    if (config.slice, config.max_rows, config.first_rows) != (None, None, None) or not isinstance(
+        source.origin, LocalFiles
+    ):
         return None
     files = source.origin.files
     return files if all(not file.compression and text_files.has_row_a_line(file) for file in files) else None

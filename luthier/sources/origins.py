@@ -228,7 +228,7 @@ _YAML_KEYS = {"path", "source", "split", "converter", "size", "weight", "streami
 # Ours, in both forms: how its files are read, what is learned of it, and which of its rows.
 _OWN_KEYS = (
     "train_on", "targets", "thinking", "thinking_tags", "same_role", "text_limit", "first_rows", "documents",
-    "separator",
+    "separator", "slice",
 )  # fmt: skip
 _FORMATTINGS = {"alpaca": Format.ALPACA, "sharegpt": Format.SHAREGPT, "openai": Format.MESSAGES}
 _CONVERTERS = {"alpaca": Format.ALPACA, "sharegpt": Format.SHAREGPT, "pair": Format.PREFERENCE}

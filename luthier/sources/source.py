@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from luthier.config.choices import rows_of_slice
 from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import (
@@ -131,12 +132,26 @@ class Source:
 
     def _chosen_rows(self) -> Iterator[RowBytes | RowError]:
         rows, limit = self.origin.rows(), self.config.max_rows
-        if limit is None:
+        if limit is None and self.config.slice is None:
             return rows
         count = self.origin.count()
+        if self.config.slice is not None:
+            part = self._slice(count)
+            rows, count = islice(rows, part.start, part.stop), len(part)
+        if limit is None:
+            return rows
         if count is None:
             return islice(rows, limit)
         return _sample(rows, count, limit, self.seed) if limit < count else rows
+
+    def _slice(self, count: int | None) -> range:
+        """The numbers of the rows that ``slice`` takes of ``count``; raises `SourceError` if there are none."""
+        if count is None:
+            raise SourceError(f"{self.name}: no slice is taken of a stream", hint="set streaming: false, or first_rows")
+        part = rows_of_slice(self.config.slice or ":", count)
+        if self.config.slice and not part:
+            raise SourceError(f"{self.name}: slice {self.config.slice} of {counted(count, 'row')} takes none")
+        return part
 
     def count_at_most(self, counted_bytes: int) -> tuple[int, bool]:
         """A number of rows that this source does not exceed, and whether it is their exact number.
@@ -153,6 +168,7 @@ class Source:
         count = origin.count()
         if count is None:
             return (sys.maxsize if limit is None else limit), False
+        count = len(self._slice(count))
         return (count if limit is None else min(limit, count)), True
 
     def index(self, *, spool: Path | None = None) -> RowIndex | None:
@@ -165,10 +181,15 @@ class Source:
         parts, limit = index_origin(self.origin, spool), self.config.max_rows
         if parts is None:
             return None
-        count, first = sum(len(part) for part in parts), self.config.first_rows
+        whole, first = sum(len(part) for part in parts), self.config.first_rows
+        part = self._slice(whole)
+        count = len(part)
         chosen = None if limit is None or limit >= count else _choose(count, limit, self.seed)
         if first is not None and first < count:
             chosen = np.arange(first, dtype=np.uint32) if chosen is None else chosen[:first]
+        if count < whole:
+            numbers = np.arange(count, dtype=np.int64) if chosen is None else chosen.astype(np.int64)
+            chosen = numbers + part.start
         return RowIndex(parts, chosen=chosen)
 
     def check_unchanged(self) -> None:

@@ -33,7 +33,7 @@ from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, Us
 from luthier.loader.settings import answer_faults, data_faults, media_of
 from luthier.media import MediaSource
 from luthier.models.adapter_files import check_mergeable, shape_existing
-from luthier.models.adapters import apply_adapter
+from luthier.models.adapters import apply_adapter, tied_by_name
 from luthier.models.model import build_weightless, check_choices, check_quantized, run_device
 from luthier.models.quantized import bytes_when_quantized
 from luthier.models.routers import balanced_routers, choose_experts, router_names
@@ -279,6 +279,11 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
         new_ids = vocabulary.new_ids
         yield from draft.told("adapter.type", lambda: adapted.append(apply_adapter(model, fresh, new_ids=new_ids)))
     if adapted:
+        for name, first in tied_by_name(adapted[0], config.adapter.freeze_trainable_modules).items():
+            notes.append(
+                f"{draft.cite('adapter.freeze_trainable_modules')} names {name}, which is the same weight as {first}: "
+                "both are trained"
+            )
         yield from draft.told("train.learning_rates", lambda: rate_factors(adapted[0], config))
         yield from draft.told("adapter.freeze_trainable_modules", lambda: check_blocks(adapted[0], config))
     if config.runtime.sharding is Sharding.FSDP and adapted:

@@ -128,11 +128,6 @@ CONFLICTS = [
         ("run.yaml:5 eval.load_best", "output.save_steps (line 6) is 50", "eval.steps (line 5): 30", "save_steps: 30"),
     ),
     (
-        "train:\n  warmup_steps: 100\n  max_steps: 50",
-        "",
-        ("run.yaml:5 train.warmup_steps: ", "100 steps", "train.max_steps (line 6) is 50", "0.03"),
-    ),
-    (
         "train: {tokens_per_step: 9000, gradient_accumulation_steps: 4}",
         "",
         (
@@ -280,7 +275,7 @@ def test_what_belongs_together_is_accepted() -> None:
     for other in ("0.25", "60"):
         (problem,) = told(shares + f"output: {{save_strategy: steps, save_steps: {other}}}", EVAL)
         assert "eval.load_best" in problem
-    assert told("train: {warmup_steps: 50, max_steps: 50}") == []
+    assert told("train: {warmup_steps: 100, max_steps: 50}") == []
     assert told("train: {tokens_per_step: 9000, gradient_accumulation_steps: 1, packing: window}") == []
     assert told("objective: pt\ntrain: {packing: split}") == []
     assert told("", "  mixture: tokens\n") == []

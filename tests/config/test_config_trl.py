@@ -458,9 +458,18 @@ def test_rows_that_cannot_be_read_leave_the_command_open(tmp_path: Path, rows: b
 @pytest.mark.parametrize(("lines", "key"), [
     ("eval_strategy: steps\n", "dataset_test_split"),
     ("eval_strategy: steps\ndataset_test_split: 'train[50:]'\n", "dataset_test_split"),
-    ("dataset_train_split: 'train[:90%]'\n", "dataset_train_split"),
+    ("eval_strategy: steps\ndataset_train_split: 'train[:9]'\ndataset_test_split: 'train[8:]'\n", "dataset_test_split"),
+    ("dataset_train_split: 'train[:90%](pct1_dropremainder)'\n", "dataset_train_split"),
 ])  # fmt: skip
 def test_one_file_is_not_evaluated_on_the_rows_that_are_learned(tmp_path: Path, lines: str, key: str) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(MESSAGES) + "\n", encoding="utf-8")
     text = f"model_name_or_path: preset:tiny-qwen3\ndataset_name: {tmp_path / 'rows.jsonl'}\npacking: false\n"
     assert keys_refused(text + lines) == [key]
+
+
+def test_slices_of_one_file_that_have_no_row_in_common_are_learned_and_held_out(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(MESSAGES) + "\n", encoding="utf-8")
+    text = f"model_name_or_path: preset:tiny-qwen3\ndataset_name: {tmp_path / 'rows.jsonl'}\npacking: false\n"
+    lines = "eval_strategy: steps\ndataset_train_split: 'train[:90%]'\ndataset_test_split: 'train[90%:]'\n"
+    assert value_of(text + lines, "data.train[0].slice") == ":90%"
+    assert value_of(text + lines, "data.eval[0].slice") == "90%:"

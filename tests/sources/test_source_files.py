@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 import multiprocessing
 from pathlib import Path
@@ -12,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from luthier.config.choices import Format
+from luthier.config.choices import Format, rows_of_slice
 from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import Address, Conversation, Document, Row
@@ -277,6 +279,63 @@ def test_first_rows_are_those_that_a_file_or_its_sample_begins_with(tmp_path: Pa
         index = source.index()
         assert index is not None and len(index) == len(texts(source)) == source.count_at_most(1 << 20)[0]
         assert index.read(np.arange(len(index))) == list(source.row_bytes())
+
+
+SLICES = {":50%": (0, 100), "90%:": (180, 200), "-10%:": (180, 200), "5:9": (5, 9), "-3:": (197, 200),
+          "150:999": (150, 200), "33%:34%": (66, 68), "0:": (0, 200)}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize("slice_", SLICES)
+def test_a_slice_takes_its_rows_alone_before_all_other_choices(tmp_path: Path, kind: str, slice_: str) -> None:
+    rows = [{"text": str(index)} for index in range(200)]
+    path = tmp_path / f"rows.{kind}"
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif kind == "jsonl":
+        path.write_text(text)
+    else:
+        path.write_bytes(gzip.compress(text.encode()))
+    first, last = SLICES[slice_]
+    for more, expected in (({}, [str(number) for number in range(first, last)]),
+                           ({"first_rows": 2}, [str(first), str(first + 1)]),
+                           ({"max_rows": 2}, None), ({"max_rows": 2, "first_rows": 1}, None)):  # fmt: skip
+        [source] = open_sources([SourceConfig(path=str(path), slice=slice_, **more)], seed=1)
+        taken = texts(source)
+        assert taken == expected or (expected is None and len(taken) == min(more.values()))
+        assert all(first <= int(each) < last for each in taken)
+        index = source.index()
+        assert index is not None and len(index) == len(taken) <= source.count_at_most(1 << 20)[0]
+        assert [row.raw for row in index.read(np.arange(len(index))) if isinstance(row, RowBytes)] == [
+            row.raw for row in source.row_bytes() if isinstance(row, RowBytes)
+        ]
+
+
+def test_shares_of_a_slice_are_rounded_as_datasets_rounds_them() -> None:
+    reader = pytest.importorskip("datasets.arrow_reader")
+    ends = ["", "0", "3", "-2", "10%", "-10%", "55%", "33%", "100%"]
+    for count in (1, 2, 5, 7, 101):
+        for start, end in itertools.product(ends, repeat=2):
+            if (start or end) and not (start and end and start.endswith("%") is not end.endswith("%")):
+                theirs = reader.ReadInstruction.from_spec(f"train[{start}:{end}]").to_absolute({"train": count})[0]
+                ours = rows_of_slice(f"{start}:{end}", count)
+                assert list(ours) == list(range(theirs.from_, theirs.to))
+
+
+def test_a_slice_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a"}, {"text": "b"}])
+    [source] = open_sources([SourceConfig(path=str(path), slice="5:9")], seed=1)
+    with pytest.raises(SourceError, match="takes none"):
+        list(source.row_bytes())
+    with pytest.raises(SourceError, match="takes none"):
+        source.index()
+
+
+@pytest.mark.parametrize("slice_", [":", "a:b", "5", "1:2:3", "10%:5", "101%:", "", "1.5:"])
+def test_what_is_no_slice_is_refused(slice_: str) -> None:
+    with pytest.raises(ValueError, match="slice"):
+        SourceConfig(path="rows.jsonl", slice=slice_)
 
 
 # -------------------------------------------------------------------------------------------- other ways to read

@@ -73,12 +73,18 @@ def test_freeze_trains_the_last_layers_the_first_layers_and_the_patterns_that_ar
     }
 
 
-def test_a_weight_that_has_two_names_is_told_by_the_one_that_freezing_knows() -> None:
-    model = _model()
-    model.lm_head.weight = model.model.embed_tokens.weight
-    section = AdapterConfig(type=AdapterType.FREEZE, freeze_trainable_modules=["lm_head.weight"])
-    with pytest.raises(ModelError, match=r"lm_head\.weight is the same weight as model\.embed_tokens\.weight"):
-        adapters.apply_adapter(model, section)
+def test_a_weight_that_has_two_names_is_trained_by_either_and_told_where_the_second_is_named() -> None:
+    for patterns, told in (
+        (["lm_head.weight"], {"lm_head.weight": "model.embed_tokens.weight"}),
+        (["regex:^lm_head.weight$"], {"lm_head.weight": "model.embed_tokens.weight"}),
+        (["model.embed_tokens.weight"], {}),
+        (["*embed*", "*lm_head*"], {}),
+    ):
+        model = _model()
+        model.lm_head.weight = model.model.embed_tokens.weight
+        section = AdapterConfig(type=AdapterType.FREEZE, freeze_trainable_modules=patterns)
+        assert _trained(adapters.apply_adapter(model, section)) == {"model.embed_tokens.weight"}
+        assert adapters.tied_by_name(model, patterns) == told
 
 
 def test_freeze_trains_the_last_layer_of_each_of_as_many_groups_where_it_spreads_them() -> None:

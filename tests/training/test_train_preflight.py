@@ -453,6 +453,13 @@ def test_all_that_is_about_shares_is_told_where_there_is_one_training_set(
     assert sorted(told) == sorted(keys)
 
 
+def test_a_run_that_ends_within_its_warm_up_is_told(described: Callable[..., Draft]) -> None:
+    (note,) = unread_settings(described("train.max_steps=2", "train.warmup_steps=10"))
+    assert note.startswith("train.warmup_steps (") and "train.max_steps (" in note and "at 20% of" in note
+    assert unread_settings(described("train.max_steps=2", "train.warmup_steps=2")) == []
+    assert unread_settings(described("train.max_steps=1", "train.warmup_steps=0.5")) == []
+
+
 def test_a_falling_rate_beside_an_optimizer_that_needs_no_schedule_is_told(described: Callable[..., Draft]) -> None:
     for given in (["train.lr_scheduler_type=linear"], []):
         (note,) = unread_settings(described("train.optim=schedule_free_adamw", *given))

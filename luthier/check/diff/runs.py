@@ -332,7 +332,7 @@ def pairs(a: Sequence[Source], b: Sequence[Source], *, sample: int | None = None
 def _reading(source: Source) -> tuple[object, ...]:
     # an origin holds its files with their sizes and times of change; the seed matters only where a sample is taken
     limit = source.config.max_rows
-    return source.origin, limit, source.config.first_rows, None if limit is None else source.seed
+    return source.origin, source.config.slice, limit, source.config.first_rows, None if limit is None else source.seed
 
 
 def _by_address(a: Sequence[Source], b: Sequence[Source], limit: int | None) -> Iterator[Pair]:

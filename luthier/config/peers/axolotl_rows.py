@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from luthier.config.peers.translation import Translator, names_of
+from luthier.config.peers.translation import Translator, names_of, rows_of_split
 from luthier.config.peers.trl_rows import columns_of
 from luthier.writing import JsonObject
 
@@ -244,19 +244,19 @@ class _DataSet:
         return [f"hub:{path}"]
 
     def _split(self, path: str) -> dict[str, tuple[str, object]]:
-        """``train[:500]`` are the first 500 rows. The Hub's library reads shares of a split by itself."""
+        """Of files, what stands in brackets takes some of the rows; the Hub's library reads it by itself."""
         split = self._take("split")
         if split is None:
             return {}
         if path.startswith("hub:"):
             return {"split": ("split", str(split))}
-        match = re.fullmatch(r"(\w+)\[:([1-9]\d*)\]", str(split))
-        if match is not None:
-            named = {} if match[1] == "train" else {"split": ("split", match[1])}
-            return {**named, "first_rows": ("split", int(match[2]))}
-        if "[" in str(split):
-            self._refuse("split", f"of files, {split} is not taken", "write train[:1000], or val_set_size: 0.1")
-        return {} if split == "train" else {"split": ("split", str(split))}
+        found = rows_of_split(str(split))
+        if found is None:
+            self._refuse("split", f"of files, {split} is not taken", "write train, train[:1000] or train[10%:90%]")
+            return {}
+        name, part = found
+        named = {} if name == "train" else {"split": ("split", name)}
+        return {**named, **{key: ("split", value) for key, value in part.items()}}
 
     # ------------------------------------------------------------------ how rows are written
 

@@ -304,6 +304,26 @@ def names_of(value: object) -> list[str]:
     return [str(part).strip() for part in parts if str(part).strip()]
 
 
+def rows_of_split(split: str) -> tuple[str, JsonObject] | None:
+    """The name of a split of local files and the keys that take its rows; None for what cannot be read.
+
+    >>> rows_of_split("train[:100]"), rows_of_split("test[90%:]")
+    (('train', {'first_rows': 100}), ('test', {'slice': '90%:'}))
+    """
+    match = re.fullmatch(r"([\w.-]+)(?:\[([-\d_%]*:[-\d_%]*)\])?", split)
+    if match is None:
+        return None
+    part = (match[2] or "").replace("_", "")
+    if part in ("", ":"):
+        return match[1], {}
+    if re.fullmatch(r":[1-9]\d*", part):
+        return match[1], {"first_rows": int(part[1:])}
+    start, _, end = part.partition(":")
+    if "%" in part:  # datasets takes both for shares where one is
+        start, end = (f"{number.rstrip('%')}%" if number else "" for number in (start, end))
+    return match[1], {"slice": f"{start}:{end}"}
+
+
 def read_one(reading: Translator, key: str) -> None:
     value = reading.take(key)
     table = reading.peer.table

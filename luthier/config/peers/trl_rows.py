@@ -10,7 +10,6 @@ import csv
 import itertools
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
+from luthier.config.choices import rows_of_slice
 from luthier.config.peers.drawn import DEFAULTS
-from luthier.config.peers.translation import Translator, config_of, names_of
+from luthier.config.peers.translation import Translator, config_of, names_of, rows_of_split
 from luthier.config.tree import plain
 from luthier.writing import JsonObject, counted
 
@@ -28,7 +28,6 @@ _BUILDERS = ("json", "csv", "parquet", "text", "arrow")  # what TRL names in pla
 _SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 _NO_LIMIT = 131_072  # tokens, where `max_length: null` asks for no limit and the model tells none
 _MOST_FILES = 10_000  # of a folder that one is looked for in
-_SLICE = re.compile(r"([\w.-]+)\[:(\d+)\]")
 _JSON, _CELLS, _TABLES = {".json", ".jsonl", ".ndjson"}, {".csv": ",", ".tsv": "\t"}, {".parquet"}
 _FIRST_BYTES = 4 << 20  # of a JSON file: a first row that is longer is not looked at
 
@@ -165,10 +164,11 @@ def _named(reading: Translator, name: str) -> None:
         split = str(reading.take(key))
         if ours == "data.train" or evaluates(reading):
             if os.path.isfile(name) and (
-                _is_other_slice(split) or (ours == "data.eval" and not split.startswith("train"))
+                _is_other_slice(split) or (ours == "data.eval" and not _is_held_out(reading, split))
             ):
                 reading.refuse(key, f"one file has no split {split}, and a run is not evaluated on what it learns",
-                               f"write datasets: [{{path: {name}}}] and test_split_size: 0.1")  # fmt: skip
+                               "write dataset_train_split: train[:90%] and dataset_test_split: train[90%:], or "
+                               f"datasets: [{{path: {name}}}] and test_split_size: 0.1")  # fmt: skip
             reading.set(ours, [_source(reading, {**given, "split": split})], "dataset_name")
             reading.origins[f"{ours}[0]"] = "dataset_name"
             for field, theirs in (("split", key), ("subset", "dataset_config"), ("streaming", "dataset_streaming")):
@@ -192,7 +192,7 @@ def _mixture(reading: Translator, mixture: object) -> None:
             places.append(f"datasets[{index}]")
             if _is_local(path) and _is_other_slice(str(entry.get("split"))):
                 what = f"of files, {entry['split']} is not taken"
-                reading.refuse(f"datasets[{index}].split", what, "write train[:1000] for the first 1,000 rows")
+                reading.refuse(f"datasets[{index}].split", what, "write train[:1000] or train[10%:90%]")
             source = _source(reading, {**entry, "path": path, "streaming": reading.flag("streaming")})
             sources.append({**source, **({"weight": entry.get("fraction") or 1.0} if any(shares) else {})})
     reading.set("data.train", sources, "datasets")
@@ -240,9 +240,20 @@ def _rows_of(given: Mapping[str, Any]) -> RowColumns | None:
     return columns_of(str(given["path"]), split) if _is_local(str(given["path"])) else None
 
 
+def _is_held_out(reading: Translator, split: str) -> bool:
+    """Whether a split of the one file there is has no rows of the split that is learned, by their brackets."""
+    many, taken = 1_000_000, []
+    for each in (split, str(reading.take("dataset_train_split"))):
+        name, part = rows_of_split(each) or ("", {})
+        if name != "train":
+            return False
+        taken.append(rows_of_slice(part.get("slice") or f":{part.get('first_rows', '')}", many))
+    return max(taken[0].start, taken[1].start) >= min(taken[0].stop, taken[1].stop)
+
+
 def _is_other_slice(split: str) -> bool:
     """Whether a split is cut in a way that is not read of files."""
-    return "[" in split and _SLICE.fullmatch(split) is None
+    return "[" in split and rows_of_split(split) is None
 
 
 def _source(reading: Translator, given: Mapping[str, Any]) -> JsonObject:
@@ -250,8 +261,9 @@ def _source(reading: Translator, given: Mapping[str, Any]) -> JsonObject:
     path, split = str(given["path"]), str(given.get("split") or "train")
     local, rows = _is_local(path), _rows_of(given)
     source: JsonObject = {"path": path if local else f"hub:{path}"}
-    if local and (cut := _SLICE.fullmatch(split)):
-        split, source["first_rows"] = cut[1], int(cut[2])
+    if local and (cut := rows_of_split(split)):
+        split = cut[0]
+        source |= cut[1]
     if split != "train" and not os.path.isfile(path):
         source["split"] = split
     if given.get("name") is not None:
