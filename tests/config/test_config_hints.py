@@ -155,7 +155,6 @@ def test_what_is_told_reads_as_yaml_where_it_is_to_be_written() -> None:
 
 @pytest.mark.parametrize(("text", "tool"), [
     ("model: Qwen/Qwen3-8B\ntrain_type: lora\nlora_rank: 8\n", "ms-swift"),  # rows are named elsewhere
-    ("model_id_or_path: a/b\nsft_type: lora\ndataset: [a/b#9]\nbatch_size: 1\n", "ms-swift 2"),
     ("rlhf_type: dpo\nmcore_model: Qwen3-8B-mcore\ndataset: owner/rows\n", "ms-swift"),
     ("model: {_component_: torchtune.models.llama3.llama3_8b}\nepochs: 1\n", "torchtune"),
     ("model: unsloth/Qwen2.5-0.5B\ndata: {dataset: a}\ntraining: {training_type: lora}\n", "Unsloth"),

@@ -82,6 +82,11 @@ def test_every_key_of_theirs_has_an_outcome_of_its_own(key: str) -> None:
             assert all("no such key" not in problem.what for problem in error.problems), error
 
 
+def test_a_tuner_that_is_not_there_is_the_one_problem_of_the_keys_that_belong_to_it() -> None:
+    lines = "target_modules: all-linear\nlora_rank: 8\ninit_weights: true\nvera_rank: 64\nfreeze_vit: true\n"
+    assert keys_refused(RUN.replace("lora\n", "adalora\n") + lines) == ["tuner_type"]
+
+
 def test_data_sets_in_one_text_are_told() -> None:
     assert keys_refused(RUN.replace("preset:skills", "a.jsonl#9 b.jsonl")) == ["dataset"]
 

@@ -6,6 +6,7 @@ from luthier.config.peers.axolotl import AXOLOTL
 from luthier.config.peers.llamafactory import LLAMA_FACTORY
 from luthier.config.peers.llamafactory_v1 import LLAMA_FACTORY_V1
 from luthier.config.peers.swift import SWIFT
+from luthier.config.peers.swift_v2 import SWIFT_2
 from luthier.config.peers.translation import OUR_SECTIONS, Peer
 from luthier.config.peers.trl import TRL
 from luthier.config.tree import MappingNode
@@ -13,22 +14,8 @@ from luthier.errors import Problem
 
 __all__ = ["PEERS", "Peer", "peer_of", "unread_file"]
 
-PEERS = (TRL, LLAMA_FACTORY, LLAMA_FACTORY_V1, AXOLOTL, SWIFT)
+PEERS = (TRL, LLAMA_FACTORY, LLAMA_FACTORY_V1, AXOLOTL, SWIFT, SWIFT_2)
 _ANEW = "write a run description: docs/howto/coming_from.md says how, and luthier quickstart writes one to begin with"
-_SWIFT_2 = {  # names of ms-swift 2, and those of today
-    "model_id_or_path": "model",
-    "sft_type": "train_type",
-    "template_type": "template",
-    "dtype": "torch_dtype",
-    "batch_size": "per_device_train_batch_size",
-    "eval_batch_size": "per_device_eval_batch_size",
-    "lora_target_modules": "target_modules",
-    "lora_dropout_p": "lora_dropout",
-    "dataset_test_ratio": "split_dataset_ratio",
-    "custom_train_dataset_path": "dataset",
-    "custom_val_dataset_path": "val_dataset",
-    "quantization_bit": "quant_bits",
-}
 _OF_SWIFT = frozenset({"train_type", "tuner_type", "rlhf_type", "freeze_vit", "freeze_aligner", "model_author"})
 
 
@@ -51,10 +38,6 @@ def unread_file(tree: MappingNode) -> Problem | None:
         what, hint = "this is a file of torchtune's, which are not read", _ANEW
     elif isinstance(own := tree.entries.get("training"), MappingNode) and "training_type" in own.entries:
         what, hint = "this is a file of Unsloth's command, which are not read", _ANEW
-    elif "model_id_or_path" in keys and not keys & OUR_SECTIONS:
-        what = "this is a file of ms-swift 2, whose names and defaults are no longer those of ms-swift"
-        renamed = ", ".join(f"{old} is {new}" for old, new in _SWIFT_2.items() if old in keys)
-        hint = f"name its keys as ms-swift does today ({renamed}), and write out what the run needs of the old defaults"
     elif _OF_SWIFT & keys and not keys & (OUR_SECTIONS - {"model"}):
         what = "this is a file of ms-swift's that does not name both a model and a dataset, as files that are read do"
         hint = "add the lines that are missing; files of megatron sft are not read"

@@ -390,7 +390,7 @@ def _adapter(reading: translation.Translator) -> None:
     kind, path = str(reading.take("tuner_type")), translation.names_of(reading.take("adapters") or [])
     ours = {"full": "full", "lora": "lora", "vera": "vera", "llamapro": "llama_pro"}
     if kind not in ours:
-        reading.refuse("tuner_type", f"{kind} is not there", f"write one of {', '.join(ours)}")
+        reading.stop("tuner_type", f"{kind} is not there", f"write one of {', '.join(ours)}")
         return
     reading.set("adapter.type", ours[kind], "tuner_type")
     kept, said = _trained_parts(reading), [key for key in _FROZEN if key in reading.entries]

@@ -143,12 +143,15 @@ class Peer:
         """Read a file of this tool; ``name`` is its path, for messages."""
         entries = {key: unquoted(node) for key, node in tree.entries.items()}  # these tools convert by type
         reading = Translator(peer=self, name=name, entries=entries)
+        written: dict[str, str] = {}  # a name of today -> the older one in the file
         for old, new in self.table.get("older", {}).items():
             if old not in reading.entries:
                 continue
             if new in reading.entries:
-                reading.passed[old] = f"{new} says it"
-            reading.entries.setdefault(new, reading.entries[old])
+                reading.passed[old] = f"{written.get(new, new)} says it"
+            else:
+                reading.entries[new] = reading.entries[old]
+                written[new] = old
             reading.take(old)
         for key in [key for key in tree.entries if key not in self.known]:
             near = self._nearest(key)
@@ -166,14 +169,29 @@ class Peer:
             _outside(reading)
             reading.tell_apart()
         return Translation(
-            peer=self.name, tree=reading.tree, origins=reading.origins, told=tuple(reading.told),
-            passed=reading.passed, problems=tuple(reading.problems),
+            peer=self.name, tree=reading.tree, told=tuple(reading.told),
+            origins={ours: written.get(key, key) for ours, key in reading.origins.items()},
+            passed={written.get(key, key): why for key, why in reading.passed.items()},
+            problems=tuple(replace(problem, key=written.get(problem.key, problem.key)) for problem in reading.problems),
         )  # fmt: skip
 
 
 @functools.cache
 def _table(file: str) -> Mapping[str, Any]:
-    return tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))
+    table = tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))
+    return _over(_table(table["base"]), table) if "base" in table else table
+
+
+def _over(base: Mapping[str, Any], table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The lines of one table, with those of another in their place."""
+    joined = dict(base)
+    for key, value in table.items():
+        match joined.get(key):
+            case dict() as below:
+                joined[key] = _over(below, value)
+            case _:
+                joined[key] = value
+    return joined
 
 
 @functools.cache
@@ -223,7 +241,7 @@ class Translator:
             table = table[step]
         for key, value in table.items():
             if not isinstance(value, dict) and key not in self.entries:
-                self.entries[key] = _node(value, Where(source=self.name))
+                self.entries[key] = node_of(value, Where(source=self.name))
                 self.defaults.add(key)
 
     def take(self, key: str) -> Any:
@@ -244,7 +262,7 @@ class Translator:
 
     def set(self, ours: str, value: object, of: str) -> None:
         """Our key gets a value, for which their key ``of`` is the reason."""
-        node = value if isinstance(value, Scalar | ListNode | MappingNode) else _node(value, self.where(of))
+        node = value if isinstance(value, Scalar | ListNode | MappingNode) else node_of(value, self.where(of))
         path = parse_path(ours)
         assert path is not None, ours
         made = put(self.tree, path, node)
@@ -285,12 +303,13 @@ class Translator:
         self.is_no_run = True
 
 
-def _node(value: object, where: Where) -> Node:
+def node_of(value: object, where: Where) -> Node:
+    """A value, and all that is in it, at one place."""
     match value:
         case list():
-            return ListNode(where=where, items=tuple(_node(item, where) for item in value))
+            return ListNode(where=where, items=tuple(node_of(item, where) for item in value))
         case dict():
-            return MappingNode(where=where, entries={str(key): _node(item, where) for key, item in value.items()})
+            return MappingNode(where=where, entries={str(key): node_of(item, where) for key, item in value.items()})
         case None | bool() | int() | float() | str():
             text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
             return Scalar(where=where, value=value, text=text)
@@ -344,8 +363,8 @@ def read_one(reading: Translator, key: str) -> None:
             reading.refuse(key, table["missing"][key])
         return
     match what_is_meant(key, value):
-        case None:
-            raise AssertionError(f"{reading.peer.name}'s key {key} has no meaning")
+        case None:  # functions read it, unless they stopped at a problem
+            assert reading.problems, f"{reading.peer.name}'s key {key} has no meaning"
         case Meant(key=str(ours), value=str(written)):
             parsed = parse_yaml(written, reading.name, line_numbers=False).tree
             assert parsed is not None, written
