@@ -473,3 +473,16 @@ def test_slices_of_one_file_that_have_no_row_in_common_are_learned_and_held_out(
     lines = "eval_strategy: steps\ndataset_train_split: 'train[:90%]'\ndataset_test_split: 'train[90%:]'\n"
     assert value_of(text + lines, "data.train[0].slice") == ":90%"
     assert value_of(text + lines, "data.eval[0].slice") == "90%:"
+
+
+@pytest.mark.parametrize(("names", "is_read"), [
+    ("all-linear", True), ("all_linear", True), ("[attn, mlp]", True), ("[self_attn, mlp]", True),
+    ("'.*attn.*,.*mlp.*'", True), ("[q_proj]", False), ("[mlp]", False), ("attn", False),
+])  # fmt: skip
+def test_a_part_of_the_matrices_that_galore_would_project_is_refused(names: str, is_read: bool) -> None:
+    text = RUN + f"packing: false\noptim: galore_adamw\noptim_target_modules: {names}\n"
+    if is_read:
+        assert value_of(text, "train.optim") == "galore_adamw"
+    else:
+        assert keys_refused(text) == ["optim_target_modules"]
+    assert value_of(text.replace("galore_adamw", "adamw_torch"), "train.optim") == "adamw_torch"

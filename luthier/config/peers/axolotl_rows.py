@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from luthier.config.peers.translation import Translator, names_of, rows_of_split
+from luthier.config.peers.named_files import rows_of_split
+from luthier.config.peers.translation import Translator, names_of
 from luthier.config.peers.trl_rows import columns_of
 from luthier.writing import JsonObject
 

@@ -6,7 +6,8 @@ import json
 import re
 from typing import Any
 
-from luthier.config.peers.translation import Translator, beside
+from luthier.config.peers.named_files import beside
+from luthier.config.peers.translation import Translator
 
 # axolotl's, LLaMA-Factory's
 _ZERO = re.compile(r"(?:^|/)(?:deepspeed_configs/zero|ds_z)([0-3])(?!\w*autotp)\w*\.json$")

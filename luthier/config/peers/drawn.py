@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from luthier.config.peers.translation import Translator, beside, names_of
+from luthier.config.peers.named_files import beside
+from luthier.config.peers.translation import Translator, names_of
 from luthier.writing import JsonObject, counted
 
 DEFAULTS: Mapping[str, Any] = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from luthier.config.peers.translation import Translator, config_in_cache, config_of, has_own_template, names_of
+from luthier.config.peers.named_files import config_in_cache, config_of, has_own_template
+from luthier.config.peers.translation import Translator, names_of
 from luthier.config.tree import Scalar
 from luthier.writing import JsonObject, counted
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from luthier.config.peers import translation
 from luthier.config.peers.deepspeed import share_as_deepspeed
+from luthier.config.peers.named_files import beside
 from luthier.config.peers.trl_rows import columns_of, train_all_parts
 from luthier.config.tree import MappingNode, plain
 from luthier.writing import JsonObject, counted
@@ -67,7 +68,7 @@ def _data(reading: translation.Translator) -> None:
     if str(name).endswith((".yaml", ".yml")):
         listed, where = (
             translation.mapping_beside(reading, "train_dataset", name),
-            translation.beside(str(name), reading.name) or name,
+            beside(str(name), reading.name) or name,
         )
         if not listed:
             reading.is_no_run = True
@@ -87,7 +88,7 @@ def _source(reading: translation.Translator, where: str, name: str, entry: Any) 
     given = dict(entry) if isinstance(entry, dict) else {}
     path = str(given.pop("path", ""))
     if given.pop("source", "hf_hub") == "local":
-        source: JsonObject = {"path": path if os.path.exists(path) else str(translation.beside(path, where) or path)}
+        source: JsonObject = {"path": path if os.path.exists(path) else str(beside(path, where) or path)}
     else:
         source = {"path": f"hub:{path}"}
     converter = given.pop("converter", None)

@@ -17,6 +17,7 @@ from typing import Any
 from luthier.config.peers import translation
 from luthier.config.peers.deepspeed import share_as_deepspeed
 from luthier.config.peers.drawn import SWIFT_DEFAULTS, DrawnAnswers
+from luthier.config.peers.named_files import config_in_cache, config_of
 from luthier.config.peers.trl import mixed_losses
 from luthier.config.peers.trl_rows import columns_of
 from luthier.config.tree import MappingNode
@@ -214,8 +215,7 @@ def _data(reading: translation.Translator) -> None:
         count = len(translation.names_of(reading.take("dataset")))
         if len(weights) != count:
             what = f"these are {counted(len(weights), 'share')} of {counted(count, 'data set')}"
-            reading.refuse("interleave_prob", what, "give one number for each")
-            return
+            return reading.refuse("interleave_prob", what, "give one number for each")
         for index, weight in enumerate(weights):
             reading.set(f"data.train[{index}].weight", weight, "interleave_prob")
     if reading.take("dataset_shuffle") is False:
@@ -308,7 +308,7 @@ def _template(reading: translation.Translator) -> None:
 
 def _lengths(reading: translation.Translator) -> None:
     model, asked = str(reading.take("model")), reading.take("max_length")
-    config = translation.config_of(model) or translation.config_in_cache(model)
+    config = config_of(model) or config_in_cache(model)
     most = asked or config.get("text_config", config).get("max_position_embeddings")
     if most is None:
         reading.told.append("max_length: 4,096 tokens, Luthier's default; ms-swift has the model's own limit")

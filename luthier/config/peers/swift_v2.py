@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from luthier.config.peers import translation
+from luthier.config.peers.named_files import config_of
 from luthier.config.peers.swift import SWIFT
 from luthier.config.tree import MappingNode, Node, Scalar, plain
 
@@ -34,7 +35,7 @@ def _old(reading: translation.Translator) -> None:
         reading.stop("model_type", "this is a name of ms-swift 2's own list of models, which is not read",
                      "add model_id_or_path, the model's folder or its name on the hub")  # fmt: skip
         return
-    config = translation.config_of(str(_said(reading, "model")))
+    config = config_of(str(_said(reading, "model")))
     if {"vision_config", "audio_config", "visual"} & config.keys():
         reading.stop("model", "what ms-swift 2 trains of a model that sees or hears depends on its version",
                      "write the file with the names of today: model, tuner_type, freeze_vit …")  # fmt: skip

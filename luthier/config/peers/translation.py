@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from luthier.config.explain import Meant, our_name, what_is_meant
+from luthier.config.peers.named_files import beside
 from luthier.config.tree import (
     ListNode,
     MappingNode,
@@ -163,6 +164,7 @@ class Peer:
             if reading.is_no_run:  # one reason is enough: none of it is read
                 break
         else:
+            _projected(reading)
             for key in [key for key in reading.entries if key not in reading.read]:
                 read_one(reading, key)
             fit_together(reading)
@@ -323,26 +325,6 @@ def names_of(value: object) -> list[str]:
     return [str(part).strip() for part in parts if str(part).strip()]
 
 
-def rows_of_split(split: str) -> tuple[str, JsonObject] | None:
-    """The name of a split of local files and the keys that take its rows; None for what cannot be read.
-
-    >>> rows_of_split("train[:100]"), rows_of_split("test[90%:]")
-    (('train', {'first_rows': 100}), ('test', {'slice': '90%:'}))
-    """
-    match = re.fullmatch(r"([\w.-]+)(?:\[([-\d_%]*:[-\d_%]*)\])?", split)
-    if match is None:
-        return None
-    part = (match[2] or "").replace("_", "")
-    if part in ("", ":"):
-        return match[1], {}
-    if re.fullmatch(r":[1-9]\d*", part):
-        return match[1], {"first_rows": int(part[1:])}
-    start, _, end = part.partition(":")
-    if "%" in part:  # datasets takes both for shares where one is
-        start, end = (f"{number.rstrip('%')}%" if number else "" for number in (start, end))
-    return match[1], {"slice": f"{start}:{end}"}
-
-
 def read_one(reading: Translator, key: str) -> None:
     value = reading.take(key)
     table = reading.peer.table
@@ -426,50 +408,6 @@ def _shown(value: object) -> str:
 # ------------------------------------------------------------------ files that theirs name
 
 
-def has_own_template(model: str) -> bool | None:
-    """Whether a model in a local folder brings a chat template; None for one that is elsewhere.
-
-    Raises nothing: what cannot be read is told where the model is loaded.
-    """
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        return None
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
-        return True
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and bool(config.get("chat_template"))
-
-
-def config_of(model: str) -> JsonObject:
-    """The config.json of a model in a local folder; nothing for one that is elsewhere, or cannot be read."""
-    try:
-        found = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def config_in_cache(model: str) -> JsonObject:
-    """The same of a model of the Hub, where it was downloaded before; nothing is asked of the network."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        file = try_to_load_from_cache(model, "config.json")
-    except HFValidationError:
-        return {}
-    return config_of(str(Path(file).parent)) if isinstance(file, str) else {}
-
-
-def beside(path: str, name: str) -> Path | None:
-    """A path of theirs starts from the folder that LLaMA-Factory is run in, which is above its examples."""
-    starts = [Path(), *Path(name).resolve().parents]
-    return next((start / path for start in starts if (start / path).is_file()), None)
-
-
 def mapping_beside(reading: Translator, key: str, path: object) -> JsonObject:
     """What a YAML file says that theirs names by ``key``; nothing, and a problem, where it is no mapping."""
     if (file := beside(str(path), reading.name)) is None:
@@ -485,6 +423,24 @@ def mapping_beside(reading: Translator, key: str, path: object) -> JsonObject:
         reading.refuse(key, f"{file} is no mapping of keys to values")
         return {}
     return {name: plain(value) for name, value in parsed.tree.entries.items()}
+
+
+def _projected(reading: Translator) -> None:
+    """``optim_target_modules`` of GaLore and APOLLO, which project all linear layers here. Others do not read it."""
+    key = "optim_target_modules"
+    names = names_of(plain(reading.entries[key]) or []) if key in reading.entries else []
+    run: Any = plain(reading.tree)
+    optim = next((plain(reading.entries[each]) for each in ("optim", "optimizer") if each in reading.entries), "")
+    optim = run.get("train", {}).get("optim", optim)
+    if not names or not str(optim).startswith(("galore", "apollo")):
+        return
+    reading.take(key)
+    parts = {part for part in ("attn", "attention", "mlp") if any(part in name for name in names)}
+    if {name.replace("_", "-") for name in names} == {"all-linear"} or ("mlp" in parts and len(parts) > 1):
+        reading.passed[key] = "all linear layers but the output layer are projected"
+        return
+    what = f"of {', '.join(names)} alone no gradients are projected: all linear layers are, but the output layer"
+    reading.refuse(key, what, "write all-linear, or [attn, mlp]")
 
 
 _OF_WHOLE = re.compile(r"(paged_)?adamw?_(bnb_|torch_)?(8bit|4bit|32bit)")  # optimizers of whole weights

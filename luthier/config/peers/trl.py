@@ -14,6 +14,7 @@ from luthier.config.objective import losses_of
 from luthier.config.peers import translation
 from luthier.config.peers.deepspeed import read_sharing
 from luthier.config.peers.drawn import DEFAULTS, RLOO_DEFAULTS, DrawnAnswers
+from luthier.config.peers.named_files import config_of
 from luthier.config.peers.trl_rows import evaluates, first_rows, objective_of, read_data, read_lessons, train_all_parts
 from luthier.config.tree import MappingNode, plain
 from luthier.writing import JsonObject, counted
@@ -342,7 +343,7 @@ def _adapter(reading: translation.Translator) -> None:
     if targets is None and reading.take("lora_target_parameters") is None:
         reading.defaults.add("lora_target_modules")
     if targets is None:
-        model_type = str(translation.config_of(str(plain(reading.entries["model_name_or_path"]))).get("model_type"))
+        model_type = str(config_of(str(plain(reading.entries["model_name_or_path"]))).get("model_type"))
         table: Mapping[str, list[str]] = reading.peer.table["peft_targets"]
         targets = next((names for names, kinds in table.items() if model_type in kinds), "q_proj v_proj").split()
         reading.told.append(

@@ -20,7 +20,8 @@ import pyarrow.parquet
 
 from luthier.config.choices import rows_of_slice
 from luthier.config.peers.drawn import DEFAULTS
-from luthier.config.peers.translation import Translator, config_of, names_of, rows_of_split
+from luthier.config.peers.named_files import config_of, rows_of_split
+from luthier.config.peers.translation import Translator, names_of
 from luthier.config.tree import plain
 from luthier.writing import JsonObject, counted
 
