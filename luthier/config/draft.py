@@ -68,7 +68,8 @@ class Draft:
             return f"{key} (default)"
         if self.translation is None:
             return f"{key} ({node.where.short})"
-        is_given = self.translation.is_given(key)
+        key = self.translation.first_below(key)
+        node, is_given = get(self.tree, _path(key)) or node, self.translation.is_given(key)
         return f"{self.translation.named(key, node.where)} ({node.where.short if is_given else 'default'})"
 
     def problem(self, key: str, what: str, hint: str) -> errors.Problem:

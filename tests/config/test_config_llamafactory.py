@@ -307,6 +307,8 @@ def test_what_is_not_read_is_told_by_the_names_that_the_user_wrote_and_of_defaul
     (note,) = unread(f"{SFT}num_train_epochs: 2\n", "train.max_steps=20", folder=tmp_path)
     assert note.startswith("num_train_epochs (line 4) ") and "train.max_steps (override train.max_steps=20)" in note
     assert unread(f"{SFT}max_steps: 20\nsave_strategy: epoch\n", folder=tmp_path) == []  # save_steps is a default
+    (note,) = unread(f"{SFT}val_size: 0.1\nmax_new_tokens: 64\n", folder=tmp_path)  # do_sample is a default
+    assert note.startswith("max_new_tokens (line 5) is not read: ")
 
 
 def test_ways_out_in_keys_of_ours_go_behind_the_command(tmp_path: Path) -> None:

@@ -76,9 +76,13 @@ class Translation:
     def their_key(self, ours: str) -> str:
         """The key of theirs that a key of ours, or the first one below it, comes from, or ours where none does."""
         path = parse_path(ours) or ()
-        keys = [show_path(path[:end]) for end in range(len(path), 0, -1)]
-        below = (key for key in self.origins if key.startswith(f"{ours}."))
-        return next((self.origins[key] for key in (*keys, *below) if key in self.origins), ours)
+        keys = (show_path(path[:end]) for end in range(len(path), 0, -1))
+        return next((self.origins[key] for key in (*keys, self.first_below(ours)) if key in self.origins), ours)
+
+    def first_below(self, ours: str) -> str:
+        """The first key below a section of ours, of those that the file says if there are any; else the key itself."""
+        below = [key for key in self.origins if key.startswith(f"{ours}.")]
+        return next(iter(sorted(below, key=lambda key: not self.is_given(key))), ours)
 
     def named(self, ours: str, where: Where) -> str:
         """The key as the user wrote it at this place: an override may have used ours."""
