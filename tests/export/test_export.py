@@ -324,6 +324,24 @@ def test_a_file_that_a_program_may_load_beside_those_that_were_written_is_found(
     assert found == name
 
 
+def test_the_gguf_file_that_was_written_is_checked_and_not_another_one(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[Path] = []
+
+    def listening(file: Path, parity: Parity) -> ExportProof:
+        checked.append(file)
+        return ExportProof(results=())
+
+    monkeypatch.setattr(model_folder.gguf, "prove_gguf", listening)
+    (tmp_path / "b.gguf").write_bytes(b"GGUF")
+    write_parity(world.parity, tmp_path)
+    assert luthier.check_export(tmp_path).ok
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    assert failed(luthier.check_export(tmp_path)) == {C.FILES}
+    assert [path.name for path in checked] == ["b.gguf", "b.gguf"]
+
+
 def test_a_folder_of_files_that_is_linked_into_an_export_is_found(world: World, tmp_path: Path) -> None:
     shutil.copytree(world.folder, tmp_path / "exported")
     (tmp_path / "exported" / "additional_chat_templates").symlink_to(tmp_path)
