@@ -76,6 +76,11 @@ def _has_other_task(model: PreTrainedModel, settings: PeftConfig) -> bool:
 def _to_merge(model: PreTrainedModel, source: str, key: str) -> PeftConfig:
     """The settings of an adapter that is merged: for a model of another task it has matrices alone."""
     settings = existing_settings(source, key)
+    if settings.is_prompt_learning:
+        kind = settings.peft_type.value.lower()
+        raise ModelError(
+            f"{key} {source!r} is of type {kind}, which is tokens before the text and no change of weights"
+        )
     if _has_other_task(model, settings):
         settings.task_type = None
     return settings
@@ -86,10 +91,13 @@ def check_existing(section: AdapterConfig, source: str) -> PeftConfig:
     found = existing_settings(source, "adapter.name_or_path")
     kind = found.peft_type.value.lower()
     if kind != section.type.value:
-        raise ModelError(
-            f"adapter.name_or_path {source!r} is of type {kind}, adapter.type is {section.type.value}",
-            hint=f"set adapter.type: {kind}",
-        )
+        is_known = any(each.is_beside and each.value == kind for each in AdapterType)
+        way = f"set adapter.type: {kind}"
+        if not is_known:
+            merged = "" if found.is_prompt_learning else "; adapter.merge_first takes it into the weights"
+            way = f"write the name of a LoRA, an OFT or a VeRA: {kind} is not trained{merged}"
+        what = f"adapter.name_or_path {source!r} is of type {kind}, adapter.type is {section.type.value}"
+        raise ModelError(what, hint=way)
     return found
 
 

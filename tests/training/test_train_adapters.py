@@ -11,7 +11,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft import (
+    AutoPeftModelForCausalLM,
+    IA3Config,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from peft.tuners.lora import LoraGAConfig, corda, preprocess_loraga
 from peft.tuners.lora.config import CordaConfig
 from safetensors.torch import load_file
@@ -590,6 +598,29 @@ def test_what_cannot_be_merged_first_is_refused_with_its_place(tmp_path: Path) -
     with pytest.raises(ModelError, match=r"adapter\.merge_first\[0\](.|\n)*the model wants"):
         adapter_files.check_mergeable(model, str(tmp_path / "other"), "adapter.merge_first[0]")
     assert not any("lora" in name for name, _ in model.named_modules())
+
+
+@pytest.mark.parametrize(("settings", "merges"), [
+    (IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM"), True),
+    (PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"), False),
+])  # fmt: skip
+def test_a_type_that_is_not_trained_is_refused_with_a_way_out_that_is_there(
+    settings: PeftConfig, merges: bool, tmp_path: Path
+) -> None:
+    get_peft_model(_model(), settings).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="is of type") as caught:
+        adapter_files.check_existing(AdapterConfig(type=AdapterType.LORA), str(tmp_path))
+    assert caught.value.hint and "adapter.type" not in caught.value.hint
+    assert ("adapter.merge_first" in caught.value.hint) is merges
+    section = AdapterConfig(merge_first=[str(tmp_path)])
+    if merges:
+        adapter_files.check_mergeable(_model(), str(tmp_path), "adapter.merge_first[0]")
+        adapter_files.merge_first(_model(), section)
+        return
+    with pytest.raises(ModelError, match=r"adapter\.merge_first\[0\].*prompt_tuning"):
+        adapter_files.merge_first(_model(), section)
+    with pytest.raises(ModelError, match=r"adapter\.merge_first\[0\].*prompt_tuning"):
+        adapter_files.check_mergeable(_model(), str(tmp_path), "adapter.merge_first[0]")
 
 
 # -------------------------------------------------------------------------------- adapters of a model of another task
