@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from peft import EvaConfig, LoraConfig, OFTConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model
-from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -24,7 +23,8 @@ from luthier.models.adapter_files import continue_adapter, quiet_peft, task_of
 from luthier.models.model import REWARD_HEAD
 from luthier.models.quantized import num_packed, num_weights, packed_layers
 from luthier.models.routers import router_names
-from luthier.models.submodules import ModelParts, evaluating, find_parts, plain_model
+from luthier.models.submodules import ModelParts, evaluating, find_parts, read_past
+from luthier.models.vocabulary import ends_of
 from luthier.writing import counted
 
 _ALWAYS_TOLD = ("r", "lora_alpha")
@@ -70,32 +70,6 @@ def apply_adapter(
             raise AssertionError(section.type)
 
 
-def rows_left_out(model: PreTrainedModel | PeftModel, new_ids: Sequence[int]) -> list[str]:
-    """Names of the embedding and the output layer, where rows of new tokens are not trained."""
-    return [name for name, end in ends_of(plain_model(model)).items() if new_ids and not _learns(end, new_ids)]
-
-
-def _learns(end: nn.Module, new_ids: Sequence[int]) -> bool:
-    if isinstance(end, TrainableTokensWrapper):
-        tokens = end.token_adapter
-        return all(set(new_ids) <= set(tokens.token_indices[name]) for name in tokens.active_adapters)
-    return any(parameter.requires_grad for parameter in end.parameters())
-
-
-def ends_of(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The embedding, and the output layer if it has weights of its own, by their full names."""
-    names = {id(module): name for name, module in model.named_modules()}
-    first, last = model.get_input_embeddings(), model.get_output_embeddings()
-    found = {names[id(first)]: first}
-    if last is not None and _plain_weight(last) is not _plain_weight(first):
-        found[names[id(last)]] = last
-    return found
-
-
-def _plain_weight(end: nn.Module) -> object:
-    return (end.original_module if isinstance(end, AuxiliaryTrainingWrapper) else end).weight
-
-
 def parts_left_out(model: PreTrainedModel, section: AdapterConfig) -> tuple[ModelPart, ...]:
     """The parts of a multimodal model whose weights stay as they are, by ``adapter.train_parts``."""
     if section.type in (AdapterType.FREEZE, AdapterType.LLAMA_PRO):
@@ -103,6 +77,14 @@ def parts_left_out(model: PreTrainedModel, section: AdapterConfig) -> tuple[Mode
     parts = find_parts(model)
     there = {parts.of(name) for name, _ in model.named_parameters()}
     return tuple(part for part in ModelPart if part in there and part not in section.train_parts)
+
+
+def unheard_layers(model: PreTrainedModel, section: AdapterConfig) -> list[str]:
+    """The linear layers that ``all-linear`` leaves out as nothing would hear an adapter there; ``N`` for numbers."""
+    if not section.type.is_beside or section.name_or_path is not None or section.target_modules != [ALL_LINEAR]:
+        return []
+    parts = find_parts(model)
+    return collapse(name for name in read_past(model) if parts.of(name) in section.train_parts)
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
@@ -124,7 +106,7 @@ def adapter_facts(model: nn.Module) -> dict[str, object]:
         if name not in _NO_FACTS and (name in _ALWAYS_TOLD or (said and said != usual.get(name))):
             found[name] = sorted(said) if isinstance(said, set) else said
     if isinstance(found.get("target_modules"), list):
-        found["target_modules"] = _collapse(found["target_modules"])
+        found["target_modules"] = collapse(found["target_modules"])
     first = {name: found.pop(name) for name in _TOLD_FIRST if name in found}
     return {**first, **dict(sorted(found.items()))}
 
@@ -176,7 +158,7 @@ def _freeze(model: PreTrainedModel, section: AdapterConfig) -> None:
     for pattern in section.freeze_trainable_modules:
         matched = [p for name, p in model.named_parameters(remove_duplicate=False) if _is_whole(name, pattern)]
         if not matched:
-            names = ", ".join(_collapse(name for name, _ in model.named_parameters()))
+            names = ", ".join(collapse(name for name, _ in model.named_parameters()))
             what = f"adapter.freeze_trainable_modules: no parameter matches {pattern!r}"
             raise ModelError(what, hint=f"there are {names}")
         for parameter in matched:
@@ -294,7 +276,7 @@ def _new_adapter(
         if not any(name == wanted or name.endswith("." + wanted) for name in modules):
             raise ModelError(
                 f"adapter.modules_to_save: the model has no module {wanted!r}",
-                hint=f"there are {', '.join(_collapse(modules))}",
+                hint=f"there are {', '.join(collapse(modules))}",
             )
     _check_some_targeted(model, section, parts)
     common: dict[str, object] = {
@@ -356,7 +338,7 @@ def _excluded(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts)
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     routers = [] if section.train_routers else [re.escape(name) for name in _frozen_routers(model) if name in linear]
     outside = parts.outside(model, section.train_parts)
-    return "|".join([*([] if outside is None else [outside]), *routers]) or None
+    return "|".join([*([] if outside is None else [outside]), *routers, *map(re.escape, read_past(model))]) or None
 
 
 def _lora_config(model: PreTrainedModel, section: AdapterConfig, **common: object) -> LoraConfig:
@@ -365,7 +347,7 @@ def _lora_config(model: PreTrainedModel, section: AdapterConfig, **common: objec
         if not any(name == wanted or name.endswith(f".{wanted}") for name in names):
             raise ModelError(
                 f"adapter.target_parameters: the model has no parameter {wanted!r}",
-                hint=f"there are {', '.join(_collapse(names))}",
+                hint=f"there are {', '.join(collapse(names))}",
             )
     return LoraConfig(
         r=section.r,
@@ -395,7 +377,7 @@ def _check_patterns(adapted: PeftModel, section: AdapterConfig) -> None:
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
                 raise ModelError(
                     f"adapter.{key}: no module that is adapted has a name that ends with {pattern!r}",
-                    hint=f"there are {', '.join(_collapse(names))}",
+                    hint=f"there are {', '.join(collapse(names))}",
                 )
 
 
@@ -444,7 +426,7 @@ def _check_some_targeted(model: PreTrainedModel, section: AdapterConfig, parts: 
             raise ModelError(
                 f"adapter.modules_to_save: {', '.join(saved)} trains and saves whole all modules that "
                 f"adapter.target_modules ({pattern}) names: nothing is left to adapt of "
-                f"{', '.join(_collapse(matched))}",
+                f"{', '.join(collapse(matched))}",
                 hint=f"take {pattern} out of adapter.target_modules, or those modules out of adapter.modules_to_save; "
                 "adapter.type: full trains all weights",
             )
@@ -465,16 +447,22 @@ def _targets(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) 
             raise ModelError(f"adapter.target_modules: {ALL_LINEAR} stands alone", hint="drop the other patterns")
         packed = packed_layers(model)  # PEFT adapts these, and does not find them by this word
         return [name for name in packed if parts.of(name) in section.train_parts] if packed else ALL_LINEAR
-    linear = _linear_modules(model, section, parts)
+    linear, unheard = _linear_modules(model, section, parts), set(read_past(model))
     chosen: list[str] = []
     for pattern in patterns:
         matched = [name for name in linear if _matches(name, pattern)]
+        if matched and unheard.issuperset(matched):
+            raise ModelError(
+                f"adapter.target_modules: {pattern!r} names {', '.join(collapse(matched))}, whose weights the model "
+                "reads past them, so that an adapter there is not heard",
+                hint="name other modules, or train these whole (adapter.modules_to_save)",
+            )
         if not matched:
             raise ModelError(
                 f"adapter.target_modules: no linear module matches {pattern!r}{_of_parts(parts, section)}",
-                hint=f"there are {', '.join(_collapse(linear))}",
+                hint=f"there are {', '.join(collapse(linear))}",
             )
-        chosen.extend(matched)
+        chosen.extend(name for name in matched if name not in unheard)
     plain = all(re.fullmatch(r"\w+", pattern) for pattern in patterns)
     return list(patterns) if plain else sorted(set(chosen))
 
@@ -495,6 +483,6 @@ def _is_whole(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern)
 
 
-def _collapse(names: Iterable[str]) -> list[str]:
+def collapse(names: Iterable[str]) -> list[str]:
     """Layer numbers become ``N``: ``layers.0.q, layers.1.q`` -> ``layers.N.q``."""
     return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".N", name) for name in names))

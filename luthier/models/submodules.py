@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from peft import PeftModel
@@ -50,6 +52,38 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         if training:
             model.train()
+
+
+_READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\[|\.(?:device|dtype|is_\w+|ndim|numel|shape|size)\b)")
+
+
+def read_past(model: nn.Module) -> list[str]:
+    """Names of the linear modules whose weights are read by the module that holds them, in some pass at least, and not
+    by their own: the time steps of Jamba, the output of Mamba's mixers (by kernels) and of torch's attention, the
+    corrections of Gemma 3n. No adapter beside such a weight is heard, and a packed weight is no matrix for its reader.
+    """
+    return [
+        f"{name}.{child}" if name else child
+        for name, module in model.named_modules()
+        if any(isinstance(each, nn.Linear) for each in module.children())
+        for child in sorted(_children_read(module.__class__))
+        if isinstance(getattr(module, child, None), nn.Linear)
+    ]
+
+
+@lru_cache(maxsize=256)
+def _children_read(kind: type[nn.Module]) -> frozenset[str]:
+    """The attributes whose ``weight`` the methods of a class take as a value, but for those that set it at first."""
+    found: set[str] = set()
+    for each in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for name, method in vars(each).items():
+            if inspect.isfunction(method) and not name.lstrip("_").startswith(("init", "reset")):
+                try:
+                    lines = inspect.getsource(method).splitlines()
+                except (OSError, TypeError):  # made without a file
+                    continue
+                found.update(*(_READ.findall(line) for line in lines if "isinstance(" not in line))
+    return frozenset(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

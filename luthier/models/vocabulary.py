@@ -4,15 +4,19 @@ entries of its config."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from peft import PeftModel
+from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
+from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from luthier.config.inputs import ModelConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError, RowError
+from luthier.models.submodules import plain_model
 from luthier.writing import counted
 
 VOCABULARY_MULTIPLE = 64  # round sizes multiply faster
@@ -290,3 +294,29 @@ def _standard(found: PretrainedConfig, name: str) -> str:
 def _last_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__
+
+
+def rows_left_out(model: PreTrainedModel | PeftModel, new_ids: Sequence[int]) -> list[str]:
+    """Names of the embedding and the output layer, where rows of new tokens are not trained."""
+    return [name for name, end in ends_of(plain_model(model)).items() if new_ids and not _learns(end, new_ids)]
+
+
+def _learns(end: nn.Module, new_ids: Sequence[int]) -> bool:
+    if isinstance(end, TrainableTokensWrapper):
+        tokens = end.token_adapter
+        return all(set(new_ids) <= set(tokens.token_indices[name]) for name in tokens.active_adapters)
+    return any(parameter.requires_grad for parameter in end.parameters())
+
+
+def ends_of(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The embedding, and the output layer if it has weights of its own, by their full names."""
+    names = {id(module): name for name, module in model.named_modules()}
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    found = {names[id(first)]: first}
+    if last is not None and _plain_weight(last) is not _plain_weight(first):
+        found[names[id(last)]] = last
+    return found
+
+
+def _plain_weight(end: nn.Module) -> object:
+    return (end.original_module if isinstance(end, AuxiliaryTrainingWrapper) else end).weight

@@ -15,6 +15,7 @@ from luthier.collation import CollateSettings, MediaInputs
 from luthier.config.adapters import FROM_BASE_AND_ROWS
 from luthier.config.choices import Strategy
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned
+from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.rollout import DeadGroups
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
@@ -29,7 +30,7 @@ from luthier.models.model import LoadedModel, load_model, quantize_whole, run_pr
 from luthier.models.quantized import is_quantized
 from luthier.models.sharding import gather_all, give_up_gathered, is_sharded, place, unsharded_class, whole_weights
 from luthier.models.submodules import text_attention, undrawn
-from luthier.models.vocabulary import Vocabulary
+from luthier.models.vocabulary import Vocabulary, rows_left_out
 from luthier.objectives.policy_losses import Advantage
 from luthier.packing.settings import Segments
 from luthier.rewards.function_process import EnvironmentProcess, ToolBox
@@ -37,7 +38,7 @@ from luthier.rewards.judging import RewardJudge
 from luthier.sources import open_sources, resolve_sources
 from luthier.sources.source import RowsByAddress
 from luthier.training import streams
-from luthier.training.callbacks import EarlyStopping, Flow, Hooks, Journal, Meter
+from luthier.training.callbacks import EarlyStopping, Flow, Hooks, Journal, Meter, Unreached
 from luthier.training.data import RunData
 from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import OBJECTIVE_STATE, checkpoint_step, write_json
@@ -123,11 +124,13 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: streams.World, no
     model = adapters.apply_adapter(loaded.model, config.adapter, new_ids=vocabulary.new_ids)
     if OBJECTIVES[config.objective.name].on_policy and (dropped := without_dropout(model)):
         note(f"model: no dropout ({', '.join(dropped)}), as answers are drawn without it")
-    if frozen := adapters.rows_left_out(model, vocabulary.new_ids):
+    if frozen := rows_left_out(model, vocabulary.new_ids):
         rows = f"the rows of {counted(len(vocabulary.new_ids), 'new token')} in {' and '.join(frozen)}"
         note(f"model: {rows} keep their first values, as those layers are frozen")
     if left := adapters.parts_left_out(loaded.model, config.adapter):
         note(f"model: {' and '.join(left)} keep their weights; adapter.train_parts names what is trained")
+    if unheard := adapters.unheard_layers(loaded.model, config.adapter):
+        note(f"model: no adapter on {', '.join(unheard)}, whose weights the model reads past these layers")
     initial = None
     if adapter_files.mutates_base(config.adapter) and isinstance(model, PeftModel):
         initial = config.output.dir / run_folder.INITIAL_ADAPTER
@@ -342,6 +345,8 @@ def _callbacks(setup: RunSetup, parts: TrainerParts, *, evaluates: bool) -> list
         Flow(config, setup.schedule, evaluates=evaluates, asked_to_stop=hooks.stop.agreed),
         Journal(parts.meter, measured, hooks.tell),
     ]
+    if not OPTIMIZERS[config.train.optim].in_backward:  # which leaves no gradient to be looked at
+        callbacks.append(Unreached(hooks.tell))
     if evaluates and config.eval.early_stopping_patience is not None:
         callbacks.append(EarlyStopping(config.eval, hooks.tell))
     return [*callbacks, *hooks.callbacks]

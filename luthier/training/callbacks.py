@@ -14,11 +14,13 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from luthier.config.choices import Strategy
 from luthier.config.schema import EvalConfig, RunConfig
 from luthier.loader.plan import StreamPlan
+from luthier.models.adapters import collapse
 from luthier.training.losses.step_losses import by_source
 from luthier.training.report.events import EventListener, Note, Saved, Started, StepDone
 from luthier.training.report.result import EvalRecord, StepRecord, exit_code
@@ -128,6 +130,40 @@ class AnsweringBetween(TrainerCallback):  # type: ignore[misc]
         """Answer, unless that is done elsewhere."""
         if state.global_step and not self.is_last(state.global_step - 1):
             self.answer()
+
+
+class Unreached(TrainerCallback):  # type: ignore[misc]
+    """Tells once which trained weights no loss has reached in the first steps: layers that the model does not use, and
+    adapters beside weights that it reads past them."""
+
+    STEPS = 10
+
+    def __init__(self, tell: EventListener) -> None:
+        self.tell = tell
+        self.left: dict[str, nn.Parameter] = {}
+        self.since = 0
+
+    def on_train_begin(
+        self, args: object, state: TrainerState, control: TrainerControl, model: Any = None, **_: object
+    ) -> None:
+        self.left, self.since = dict(model.named_parameters()), state.global_step
+
+    def on_pre_optimizer_step(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Forget what has a gradient; after the first step that is all there is, in most models."""
+        self.left = {name: weight for name, weight in self.left.items() if weight.requires_grad and weight.grad is None}
+
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Tell what is left, after ten steps or at the end of a shorter run."""
+        done = state.global_step - self.since
+        if self.left and (done == self.STEPS or (done < self.STEPS and state.global_step == state.max_steps)):
+            names = collapse(self.left)
+            more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
+            self.tell(
+                Note(
+                    text=f"model: in {counted(done, 'step')} no loss has reached {counted(len(self.left), 'weight')} "
+                    f"that are trained: {', '.join(names[:8])}{more} (N: layers). They stay as they are until one does"
+                )
+            )
 
 
 class Journal(TrainerCallback):  # type: ignore[misc]

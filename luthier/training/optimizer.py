@@ -27,10 +27,11 @@ from luthier.errors import UNPLACED, ConfigError, ModelError, Problem
 from luthier.loader.plan import StreamPlan
 from luthier.loader.settings import warmup_steps
 from luthier.models import sharding
-from luthier.models.adapters import decoder_layers, ends_of
+from luthier.models.adapters import decoder_layers
 from luthier.models.model import run_device, run_precision, use_liger
 from luthier.models.routers import router_names
 from luthier.models.submodules import find_parts, plain_model
+from luthier.models.vocabulary import ends_of
 from luthier.training.callbacks import is_greater_better
 from luthier.training.updates import BlockAdamW, Group, MuonWithAdamW, OffloadedOptimizer, tell_projectors
 from luthier.writing import counted

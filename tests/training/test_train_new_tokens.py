@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from luthier.config.loading import load_config_text
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 from luthier.errors import ConfigError, ModelError
-from luthier.models.adapters import apply_adapter, rows_left_out
+from luthier.models.adapters import apply_adapter
 from luthier.models.model import load_model
 from luthier.models.passes import find_head, score_targets
-from luthier.models.vocabulary import Vocabulary
+from luthier.models.vocabulary import Vocabulary, rows_left_out
 from luthier.objectives.token_scores import token_scores
 from luthier.records import Sample, Segment
 from luthier.training.fit import fit_data

@@ -1,0 +1,169 @@
+"""Layers whose weights a model reads past them get no adapter and keep their bits; weights no loss reaches are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from tiny_models import SIZES, VOCABULARY
+from tiny_recurrent import RECURRENT_MODELS, recurrent_model
+from tiny_runs import make_config, make_data, make_segments
+from torch import nn
+
+from luthier.config.choices import AdapterType
+from luthier.config.inputs import QuantizationConfig
+from luthier.config.schema import AdapterConfig
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.errors import ModelError
+from luthier.models.adapters import apply_adapter, unheard_layers
+from luthier.models.quantized import kept_modules, layers_to_quantize, loading_config
+from luthier.models.submodules import read_past
+from luthier.training.fit import fit_data
+from luthier.training.report.events import Note
+
+READ = {
+    "bamba": {"mamba.out_proj"},
+    "falcon_h1": {"mamba.out_proj"},
+    "gemma3n": {"altup.correction_coefs", "altup.prediction_coefs"},
+    "granitemoehybrid": {"mamba.out_proj"},
+    "jamba": {"mamba.dt_proj"},
+    "nemotron_h": {"mixer.out_proj"},
+    "zamba2": {"mamba.out_proj"},
+}
+IDS = torch.arange(3, 3 + 24)[None]
+BESIDE = [
+    {"type": AdapterType.LORA, "r": 2},
+    {"type": AdapterType.LORA, "r": 2, "init_lora_weights": "pissa"},
+    {"type": AdapterType.LORA, "r": 2, "use_dora": True},
+    {"type": AdapterType.VERA, "r": 8},
+    {"type": AdapterType.OFT, "oft_block_size": 4},
+]
+PEFT_NOISE = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+
+
+def tiny(name: str) -> Any:
+    if name != "gemma3n":
+        return recurrent_model(name)
+    torch.manual_seed(0)
+    return hf.Gemma3nForCausalLM(
+        hf.Gemma3nTextConfig(
+            **{**SIZES, "intermediate_size": [48, 48]}, layer_types=["sliding_attention", "full_attention"],
+            num_kv_shared_layers=0, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCABULARY,
+            laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0, 0.0],
+        )
+    ).train()  # fmt: skip
+
+
+def ends(names: list[str]) -> set[str]:
+    return {".".join(name.split(".")[-2:]) for name in names}
+
+
+@pytest.mark.parametrize("name", [*RECURRENT_MODELS, "gemma3n"])
+def test_layers_whose_weights_are_read_past_them_are_found(name: str) -> None:
+    assert {each for each in ends(read_past(tiny(name))) if "self_attn" not in each} == READ.get(name, set())
+
+
+def test_the_output_of_torchs_attention_is_read_past_its_layer_and_nothing_of_plain_models() -> None:
+    class Resampler(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.out = nn.MultiheadAttention(8, 2), nn.Linear(8, 8)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            assert isinstance(self.out.weight, torch.Tensor) and self.out.weight.shape
+            mixed: torch.Tensor = self.attention(hidden, hidden, hidden)[0]
+            return self.out(mixed.to(self.out.weight.dtype))  # type: ignore[no-any-return]
+
+    assert read_past(Resampler()) == ["attention.out_proj"]
+    for config in (hf.BloomConfig(hidden_size=8, n_layer=1, n_head=2, vocab_size=32), hf.LlamaConfig(**SIZES)):
+        assert read_past(hf.AutoModelForCausalLM.from_config(config)) == []
+
+
+@pytest.mark.filterwarnings(PEFT_NOISE)
+@pytest.mark.parametrize("keys", BESIDE, ids=lambda keys: " ".join(map(str, keys.values())))
+@pytest.mark.parametrize("name", ["jamba", "gemma3n", "falcon_h1"])
+def test_an_adapter_begins_as_the_model_and_all_of_it_is_heard(name: str, keys: dict[str, Any]) -> None:
+    model, section = tiny(name), AdapterConfig(**keys)
+    with torch.no_grad():
+        before = model(input_ids=IDS, use_cache=False).logits
+    assert ends(unheard_layers(model, section)) == READ[name]
+    adapted: Any = apply_adapter(model, section).train()
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(input_ids=IDS, use_cache=False).logits, before, rtol=1e-3, atol=1e-3)
+    adapted(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    trained = {each: weight for each, weight in adapted.named_parameters() if weight.requires_grad}
+    assert [each for each, weight in trained.items() if weight.grad is None] == []
+    named = {each for each in trained for read in READ[name] if f"{read}." in each}
+    assert len(trained) > 4 and not named
+
+
+def test_a_pattern_that_names_nothing_else_is_refused_and_others_go_on_without() -> None:
+    with pytest.raises(ModelError, match=r"'dt_proj' names model\.layers\.N\.mamba\.dt_proj.*not heard"):
+        apply_adapter(tiny("jamba"), AdapterConfig(type=AdapterType.LORA, target_modules=["dt_proj"]))
+    adapted = apply_adapter(tiny("jamba"), AdapterConfig(type=AdapterType.LORA, target_modules=["mamba.*"]))
+    trained = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
+    assert any("mamba.in_proj" in name for name in trained) and not any("dt_proj" in name for name in trained)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("name", ["jamba", "gemma3n"])
+def test_such_layers_keep_their_bits(name: str, kind: str, tmp_path: Path) -> None:
+    section, model = QuantizationConfig(type=kind), tiny(name)
+    model.save_pretrained(tmp_path)
+    quantized = layers_to_quantize(model, section)
+    assert quantized and not ends(list(quantized)) & READ[name]
+    how: Any = loading_config(section, torch.float32, kept_modules(model, section))
+    loaded = type(model).from_pretrained(tmp_path, quantization_config=how, dtype=torch.float32).train()
+    with torch.no_grad():
+        few, all_bits = (each(input_ids=IDS, labels=IDS, use_cache=False).loss for each in (loaded, model))
+    assert float(few) == pytest.approx(float(all_bits), rel=0.2)
+
+
+class _WithSpare(nn.Linear):
+    """A layer with a weight beside its own that nothing reads, at first or ever."""
+
+    def __init__(self, like: nn.Linear, *, after: int | None) -> None:
+        super().__init__(like.in_features, like.out_features, bias=False)
+        self.load_state_dict(like.state_dict())
+        self.spare, self.after, self.calls = nn.Parameter(torch.zeros(like.out_features)), after, 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        found = super().forward(hidden)
+        return found + self.spare if self.after is not None and self.calls > self.after else found
+
+
+@pytest.mark.parametrize(("after", "steps", "told"), [(None, 3, 3), (None, 12, 10), (2, 12, None), (0, 3, None)])
+def test_weights_that_no_loss_reaches_are_told_once(
+    after: int | None,
+    steps: int,
+    told: int | None,
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from luthier.training import assemble
+
+    real: Callable[..., Any] = assemble.adapters.apply_adapter
+
+    def with_spare(model: Any, *args: Any, **keys: Any) -> Any:
+        for layer in model.model.layers:
+            layer.mlp.up_proj = _WithSpare(layer.mlp.up_proj, after=after)
+        return real(model, *args, **keys)
+
+    monkeypatch.setattr(assemble.adapters, "apply_adapter", with_spare)
+    notes: list[str] = []
+    fit_data(
+        make_config(tmp_path / "run", train__max_steps=steps, output__save_strategy="no"),
+        tokenizer,
+        make_data(make_segments(16)),
+        on_event=lambda event: notes.append(event.text) if isinstance(event, Note) else None,
+    )
+    found = [note for note in notes if "no loss has reached" in note]
+    assert len(found) == (told is not None)
+    if told is not None:
+        assert f"in {told} steps" in found[0] and "model.layers.N.mlp.up_proj.spare" in found[0]
