@@ -377,6 +377,9 @@ def _on_cpu(draft: Draft) -> Iterator[Problem]:
     if config.model.use_liger_kernel is True:
         what = f"Liger's kernels need a GPU, and {on_cpu}"
         yield draft.problem("model.use_liger_kernel", what, "set model.use_liger_kernel: auto")
+    if str(config.train.optim).startswith("paged_"):
+        what = f"{config.train.optim} pages memory of a GPU, and {on_cpu}"
+        yield draft.problem("train.optim", what, "set train.optim: adamw_torch")
 
 
 def _resumption(draft: Draft) -> Iterator[Problem]:
@@ -454,7 +457,7 @@ _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("train", "adapter.type"), _optimizer),
     (("train", "adapter", "model"), check_blocks),
     (("train", "runtime.sharding"), _offload),
-    (("runtime.device", "train.precision", "model"), _on_cpu),
+    (("runtime.device", "train.precision", "train.optim", "model"), _on_cpu),
     (("output.resume", "output.overwrite", "output.save_only_model"), _resumption),
     (("data.train", "data.use", "template.train_on", "template.targets", "objective.name"), _something_to_learn),
     (("data.train", "data.eval"), _thinking),

@@ -300,6 +300,8 @@ def test_gpu_kernels_are_refused_on_a_cpu() -> None:
     ):
         with refused(ConfigError, "run.yaml:5", "runtime.device", "2"):
             load_config_text(text + f"  {line}\n", "run.yaml")
+    with refused(ConfigError, "run.yaml:5", "paged_lion_8bit", "runtime.device"):
+        load_config_text(text + "train: {optim: paged_lion_8bit}\n", "run.yaml")
 
 
 def test_learning_nothing_is_refused_unless_rows_or_sources_can_say_what_is_learned() -> None:

@@ -10,6 +10,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,14 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import CheckpointError
 from luthier.training.fit import fit_data
 from luthier.training.folder import checkpoint as checkpoints
-from luthier.training.folder.state import check_state, evaluation_point, go_to_evaluation_point, read_state, write_state
+from luthier.training.folder.state import (
+    QUANTIZED_STATES,
+    check_state,
+    evaluation_point,
+    go_to_evaluation_point,
+    read_state,
+    write_state,
+)
 from luthier.training.report.events import Event, Note, StepDone
 from luthier.training.report.result import RunResult
 from tests.conftest import examples
@@ -294,6 +302,21 @@ def test_what_is_written_comes_back(tmp_path_factory: pytest.TempPathFactory, st
     write_state(folder, "state", state)
     assert _same(state, read_state(folder, "state"))
     check_state(folder, "state")
+
+
+@pytest.mark.parametrize("name", QUANTIZED_STATES)
+def test_a_state_of_few_bits_is_checked_without_its_tensors_and_comes_back(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    kind = getattr(import_module(QUANTIZED_STATES[name]), name)
+    written = kind.zeros((4, 128), block_size=128)
+    written.copy_(torch.randn(4, 128))
+    write_state(
+        tmp_path, "state", {"whole": torch.ones(3, dtype=torch.float16), "few": written, "one": torch.tensor(2)}
+    )
+    outline, found = check_state(tmp_path, "state"), read_state(tmp_path, "state")
+    assert torch.equal(found["few"].dequantize(), written.dequantize())
+    assert (outline["whole"].dtype, outline["one"].dtype) == (torch.float16, torch.int64)
+    assert outline["whole"].shape == (3,) and outline["few"].shape == (4, 128) and outline["whole"].is_meta
 
 
 def test_what_is_no_data_is_refused_by_its_place(tmp_path: Path) -> None:

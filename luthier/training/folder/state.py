@@ -74,7 +74,9 @@ def check_state(folder: Path, name: str) -> Any:
 
         def outline(key: str) -> torch.Tensor:
             whole = tensors.get_slice(key)
-            return torch.empty(whole.get_shape(), device="meta")
+            shape = whole.get_shape()
+            some = whole[:0] if shape else tensors.get_tensor(key)
+            return torch.empty(shape, dtype=some.dtype, device="meta")
 
         return _read(folder, name, outline)
 
