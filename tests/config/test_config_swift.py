@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from peer_files import keys_refused, value_of
 
+import luthier
 from luthier.cli.dumping import dump_translation
 from luthier.config.loading import load_config_text, load_draft
 from luthier.config.peers.swift import SWIFT
 from luthier.config.tree import MappingNode, parse_path
 from luthier.config.words import schema_at
 from luthier.config.yaml_text import parse_yaml
+from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import ConfigError
 from luthier.records import Conversation, Preference
 from luthier.sources.origins import resolve_sources
@@ -243,6 +245,21 @@ def test_messages_beside_a_worse_answer_are_a_pair_for_dpo_and_a_conversation_fo
         (source,) = open_sources(run.data.train, seed=0)
         (row,) = source.rows()
         assert isinstance(row, RawRow) and isinstance(source.convert(row), wanted)
+
+
+@pytest.mark.parametrize(("more", "texts"), [
+    ("", "I love music<|im_end|>"),
+    ("use_chat_template: false\n", "I love music<|im_end|>"),
+    ("use_chat_template: true\n", "<|im_start|>assistant\nI love music<|im_end|>\n"),
+])  # fmt: skip
+def test_pretraining_learns_the_texts_of_messages_whole(tmp_path: Path, more: str, texts: str) -> None:
+    row: dict[str, object] = {"messages": [{"role": "assistant", "content": "I love music"}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    text = RUN.replace("preset:skills", str(tmp_path / "rows.jsonl")) + more
+    run = load_config_text(text, "theirs.yaml", ["objective.name=pt"], check_paths=False)
+    sample = luthier.encode(row, run)
+    assert load_tokenizer("preset:tiny-qwen3").decode(sample.input_ids) == texts
+    assert sample.target.all()
 
 
 def test_calls_in_succession_are_one_message_as_ms_swift_joins_them(tmp_path: Path) -> None:

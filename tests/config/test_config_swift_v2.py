@@ -125,6 +125,13 @@ def test_what_is_wrong_or_missing_is_told_by_the_key_of_the_file(text: str, keys
     assert keys_refused(text) == keys
 
 
+def test_pretraining_needs_the_type_that_it_has_another_default_of() -> None:
+    assert keys_refused("objective: pt\n" + RUN) != []  # a section of ours
+    assert value_of(RUN, "template.chat_template", "objective.name=pt") == "plain"
+    with pytest.raises(ConfigError, match="sft_type"):
+        load_config_text(RUN.replace("sft_type: lora\n", ""), "theirs.yaml", ["objective.name=pt"], check_paths=False)
+
+
 def test_models_that_see_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "vision_config": {}}), encoding="utf-8")
     assert keys_refused(RUN.replace("preset:tiny-qwen3", str(tmp_path))) == ["model_id_or_path"]

@@ -7,19 +7,15 @@ not name its command: with ``rlhf_type`` it is for ``swift rlhf``, else for ``sw
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from luthier.config.peers import translation
 from luthier.config.peers.deepspeed import share_as_deepspeed
 from luthier.config.peers.drawn import SWIFT_DEFAULTS, DrawnAnswers
-from luthier.config.peers.named_files import config_in_cache, config_of
+from luthier.config.peers.swift_rows import kind_of, read_data, read_lengths, read_template
 from luthier.config.peers.trl import mixed_losses
-from luthier.config.peers.trl_rows import columns_of
 from luthier.config.tree import MappingNode
 from luthier.writing import counted
 
@@ -35,9 +31,6 @@ _FROZEN = {  # what it freezes, and whether it does so by default
     "freeze_aligner": ("projector", True),
     "freeze_vit": ("tower", True),
 }
-_COLUMNS = {"query": "prompt", "response": "response", "system": "system", "messages": "messages", "tools": "tools",
-            "images": "images", "videos": "videos", "audios": "audios"}  # fmt: skip
-_HUBS = ("HF::", "MS::")
 _OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "modules_to_save", "use_rslora", "use_dora")
 _OF_A_NEW_ONE = (*_OF_LORA, "target_modules", "target_regex", "target_parameters", "init_weights", "vera_rank",
                  "vera_dropout")  # fmt: skip
@@ -80,7 +73,7 @@ def _is_its(tree: MappingNode) -> bool:
 def _purpose(reading: translation.Translator) -> None:
     """What is learned."""
     reading.fill_in("defaults")
-    said, kind = reading.take("objective"), _kind(reading)
+    said, kind = reading.take("objective"), kind_of(reading)
     named = said.get("name") if isinstance(said, dict) else said
     if kind in ("ppo", "gkd"):
         what = f"swift rlhf learns by {kind} from answers drawn in the run, and that is not translated"
@@ -96,11 +89,6 @@ def _purpose(reading: translation.Translator) -> None:
         reading.set("objective.name", named or "sft", "objective.name")
         if named is None:
             reading.told.append("objective.name: sft; for a file of swift pt, add objective.name=pt to the command")
-
-
-def _kind(reading: translation.Translator) -> str | None:
-    kind = reading.take("rlhf_type")
-    return None if kind is None else str(kind)
 
 
 def _answers(reading: translation.Translator) -> None:
@@ -133,7 +121,7 @@ def _answers(reading: translation.Translator) -> None:
 
 def _objective(reading: translation.Translator) -> None:
     """The loss and its numbers."""
-    kind, losses = _kind(reading), translation.names_of(reading.take("loss_type") or [])
+    kind, losses = kind_of(reading), translation.names_of(reading.take("loss_type") or [])
     smoothed = "label_smoothing_factor" if kind is None else "label_smoothing"
     beta, smooth = reading.take("beta"), reading.take(smoothed)
     others = {"label_smoothing", "label_smoothing_factor"} - {smoothed}
@@ -186,155 +174,6 @@ def _reference_adapter(reading: translation.Translator, compares: bool) -> None:
         reading.set("objective.reference.source", "base", "adapters")
         reading.told.append("adapters: the reference is the model without them, as for ms-swift; the same path as "
                             "ref_adapters makes it the model that the run begins with")  # fmt: skip
-
-
-# ------------------------------------------------------------------ rows
-
-
-def _data(reading: translation.Translator) -> None:
-    for key, ours in (("dataset", "data.train"), ("val_dataset", "data.eval")):
-        listed = reading.take(key)
-        listed = [listed] if isinstance(listed, str) else listed
-        if not listed:
-            continue
-        if not isinstance(listed, list):
-            reading.refuse(key, "this is a list of paths and names", f"for example {key}: [rows.jsonl]")
-            continue
-        sources = [source for index, each in enumerate(listed) if (source := _source(reading, key, index, str(each)))]
-        if sources:
-            reading.set(ours, sources, key)
-    reading.set("data.same_role", "merge", "dataset")
-    share, stop = reading.take("split_dataset_ratio"), reading.take("stopping_strategy")
-    if share and not reading.take("val_dataset"):
-        reading.set("data.eval_split", share, "split_dataset_ratio")
-    shares = reading.take("interleave_prob")
-    if shares:
-        reading.set("data.mixture.by", "rows", "interleave_prob")
-        reading.set("data.mixture.stop", "all" if stop == "all_exhausted" else "first", "stopping_strategy")
-        weights = shares if isinstance(shares, list) else [shares]
-        count = len(translation.names_of(reading.take("dataset")))
-        if len(weights) != count:
-            what = f"these are {counted(len(weights), 'share')} of {counted(count, 'data set')}"
-            return reading.refuse("interleave_prob", what, "give one number for each")
-        for index, weight in enumerate(weights):
-            reading.set(f"data.train[{index}].weight", weight, "interleave_prob")
-    if reading.take("dataset_shuffle") is False:
-        reading.told.append("dataset_shuffle: every epoch has an order of its own, which runtime.seed fixes")
-
-
-def _source(reading: translation.Translator, key: str, index: int, text: str) -> dict[str, object] | None:
-    """``ID_OR_PATH:SUBSET#COUNT``, of which the last two may be left out."""
-    at = key if isinstance(reading.take(key), str) else f"{key}[{index}]"
-    from_hf = text.startswith("HF::") or (reading.flag("use_hf") and not text.startswith("MS::"))
-    name, _, count = next((text.removeprefix(hub) for hub in _HUBS if text.startswith(hub)), text).partition("#")
-    source: dict[str, object] = {"max_rows": int(count)} if count.isdecimal() else {}
-    if count and not source:
-        reading.refuse(at, f"{count!r} behind # is no number of rows", "several data sets are a list")
-    if columns := _columns(reading):
-        source["columns"] = columns
-    if (found := columns_of(name)) is not None and not columns:
-        source |= _laid_out(reading, found.names)
-    if Path(name).expanduser().exists() or name.startswith((".", "/", "~", "preset:")) or Path(name).suffix:
-        return {"path": name, **source}
-    name, _, subset = name.partition(":")
-    if name == "swift/self-cognition":
-        reading.refuse(at, f"{name}: its rows have places for model_name and model_author, which are not filled in",
-                       "remove it, or write its rows into a file with the names in their places")  # fmt: skip
-        return None
-    if subset:
-        source["subset"] = subset
-    return {"path": f"{'hub' if from_hf else 'modelscope'}:{name}", **source}
-
-
-def _laid_out(reading: translation.Translator, names: Collection[str]) -> dict[str, object]:
-    """Local rows in the columns that ms-swift alone uses."""
-    worse = {"rejected_response", "rejected_messages"} & set(names)
-    if "messages" in names:  # swift sft learns the messages alone
-        return {"columns": {"rejected": "none"}} if worse and _kind(reading) is None else {}
-    if not {"query", "response"} <= set(names):
-        return {}
-    if worse and _kind(reading) is not None:
-        columns = {"prompt": "query", "chosen": "response", "rejected": "rejected_response"}
-        return {"format": "preference", "columns": columns}
-    return {"format": "alpaca", "columns": {"prompt": "query", "response": "response"}}
-
-
-def _columns(reading: translation.Translator) -> dict[str, str]:
-    """Theirs say what a column is, ours which column is it."""
-    said = reading.take("columns")
-    try:
-        named = json.loads(said) if isinstance(said, str) else said or {}
-    except ValueError:
-        named = None
-    if not isinstance(named, dict):
-        reading.refuse("columns", "this is no mapping of columns to names", 'for example columns: {"text": "query"}')
-        return {}
-    for name in named.values():
-        if name not in _COLUMNS:
-            reading.refuse("columns", f"{name} is no column of theirs", f"write one of {', '.join(_COLUMNS)}")
-    return {_COLUMNS[name]: str(column) for column, name in named.items() if name in _COLUMNS}
-
-
-def _template(reading: translation.Translator) -> None:
-    if reading.take("template") is not None:
-        reading.told.append(
-            "template: the model's own chat template is used, not one that ms-swift has under this name"
-        )
-    if reading.take("agent_template") is not None:
-        reading.told.append("agent_template: tools and calls are written by the model's own chat template")
-    if (system := reading.take("system")) is not None:
-        file, text = Path(str(system)), str(system)
-        text = file.read_text(encoding="utf-8") if file.suffix == ".txt" and file.is_file() else text
-        reading.set("template.default_system", text.replace("\\n", "\n"), "system")
-    scales = translation.names_of(str(reading.take("loss_scale") or "default").replace("+", ","))
-    ways = {"last_round": "last_assistant", "all": "all"}
-    for scale in scales:
-        if scale in ways and reading.take("rlhf_type") is None:
-            reading.set("template.train_on", ways[scale], "loss_scale")
-        elif scale.startswith("ignore_empty_think"):
-            reading.told.append("loss_scale: a thought that is empty is learned where it stands in an answer's text")
-        elif scale == "hermes":
-            reading.set("template.targets", [{"part": "tool_call", "weight": 2.0}], "loss_scale")
-            reading.told.append("loss_scale: hermes counts a tool call twice; here without the tags around it")
-        elif scale not in ("default", *ways):
-            reading.refuse("loss_scale", f"{scale} weighs parts of answers by patterns", "write weights into the "
-                           "rows, or rules into the targets of a data set (docs/targets.md)")  # fmt: skip
-    if reading.take("use_chat_template") is False and "objective.name" in reading.origins:
-        objective: Any = reading.tree.entries["objective"]
-        if objective.entries["name"].value != "pt":
-            reading.refuse("use_chat_template", "conversations are written by a chat template", "add "
-                           "objective.name=pt to the command if the rows are plain text")  # fmt: skip
-
-
-def _lengths(reading: translation.Translator) -> None:
-    model, asked = str(reading.take("model")), reading.take("max_length")
-    config = config_of(model) or config_in_cache(model)
-    most = asked or config.get("text_config", config).get("max_position_embeddings")
-    if most is None:
-        reading.told.append("max_length: 4,096 tokens, Luthier's default; ms-swift has the model's own limit")
-    else:
-        reading.defaults |= {"max_length"} - set(reading.entries)
-        answer = reading.take("max_completion_length") or SWIFT_DEFAULTS["max_completion_length"]
-        if _kind(reading) == "grpo" and isinstance(asked, int) and isinstance(answer, int):
-            most = asked + answer  # theirs is the prompt's alone
-        reading.set("data.max_length", most, "max_length")
-    how = str(reading.take("truncation_strategy"))
-    if _kind(reading) == "grpo" and "truncation_strategy" in reading.defaults:
-        how = "left"
-    ways = {"delete": "drop", "left": "keep_answer", "right": "truncate", "split": "split"}
-    if how not in ways:
-        reading.refuse("truncation_strategy", f"{how} is no way", f"write one of {', '.join(ways)}")
-        return
-    reading.set("data.overflow", ways[how], "truncation_strategy")
-    reading.set("data.max_drop", 0.5, "truncation_strategy")  # their runs never stop for rows that are lost
-    if how == "left":
-        reading.told.append("truncation_strategy: a row that is too long loses the oldest turns of its prompt, and no "
-                            "token of its answer")  # fmt: skip
-    is_packed = reading.flag("packing")
-    reading.defaults |= {"packing"} - set(reading.entries)
-    reading.set("train.packing", "window" if is_packed else "none", "packing")
-    if (length := reading.take("packing_length")) not in (None, most):
-        reading.told.append(f"packing_length: packs have max_length tokens, not {length}")
 
 
 # ------------------------------------------------------------------ the model and what is trained of it
@@ -434,7 +273,7 @@ def _schedule(reading: translation.Translator) -> None:
     reading.defaults |= {"learning_rate", "gradient_accumulation_steps", "warmup_ratio"} - set(reading.entries)
     usual = 1e-5 if reading.take("tuner_type") == "full" else 1e-4
     reading.set("train.learning_rate", usual if rate is None else rate, "learning_rate")
-    if _kind(reading) == "grpo":
+    if kind_of(reading) == "grpo":
         turns = None  # rollout.prompts_per_step says how large a step is
     elif turns is None and isinstance(rows, int) and rows > 0:
         turns = max(1, math.ceil(16 / rows / world))
@@ -496,5 +335,5 @@ SWIFT = translation.Peer(
     name="ms-swift",
     file="swift.toml",
     is_its=_is_its,
-    rules=(_purpose, _objective, _data, _template, _lengths, _model, _adapter, _schedule, _run),
+    rules=(_purpose, _objective, read_data, read_template, read_lengths, _model, _adapter, _schedule, _run),
 )

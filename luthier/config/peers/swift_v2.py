@@ -40,6 +40,9 @@ def _old(reading: translation.Translator) -> None:
         reading.stop("model", "what ms-swift 2 trains of a model that sees or hears depends on its version",
                      "write the file with the names of today: model, tuner_type, freeze_vit …")  # fmt: skip
         return
+    if _said(reading, "objective") in ("pt", {"name": "pt"}) and "tuner_type" not in reading.entries:
+        what = "swift pt has other defaults than swift sft, which are not read"
+        reading.refuse("sft_type", what, "write sft_type: full, if all weights are to be trained")
     _pass_in_silence(reading)
     _numbers(reading)
     _sets(reading)
