@@ -34,7 +34,7 @@ from luthier.export.quantizing import (
     quantize_folder,
     quantized_form,
 )
-from luthier.models.adapter_files import give_back_freed, merge_adapter
+from luthier.models.adapter_files import give_back_freed, leave_files, merge_adapter
 from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
 from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.training.folder.artifacts import save_model
@@ -112,6 +112,8 @@ def export_run(
     opened, notes = _with_adapter(opened)
     tell("loading the trained model")
     engine = opened.engine(opened.config.eval.per_device_eval_batch_size)
+    if is_quantized(base_of(engine.model)):
+        leave_files()
     dtype = _name_of(base_of(engine.model).dtype) if settings.dtype == "auto" else settings.dtype
     measured = None
     if options.proof:

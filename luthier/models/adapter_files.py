@@ -274,8 +274,22 @@ def _leave_in_file(weight: torch.Tensor) -> None:
     start = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (weight.data_ptr() + weight.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if weight.device.type == "cpu" and end > start:
-        with suppress(AttributeError, OSError, TypeError):
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_PAGEOUT)
+        _page_out(start, end - start)
+
+
+def _page_out(start: int, num_bytes: int) -> None:
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), _MADV_PAGEOUT)
+
+
+def leave_files() -> None:
+    """Take the pages of all memory-mapped files of weights out of memory. What was quantized as it was read is asked
+    for no more, but its pages would stay as long as anything of the same file is in use, such as a norm."""
+    with suppress(OSError):  # other systems have no such list
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.endswith(".safetensors"):
+                start, end = (int(place, 16) for place in line.split(maxsplit=1)[0].split("-"))
+                _page_out(start, end - start)
 
 
 def give_back_freed(*, cycles: bool = False) -> None:

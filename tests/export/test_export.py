@@ -783,6 +783,36 @@ def test_weights_are_merged_one_by_one_and_not_held_beside_those_of_the_file(tmp
     assert peak < 0.4 and after < 0.2, f"{peak:.2f} of the weights' size more than before, then {after:.2f}"
 
 
+LEAVING = """
+import re, sys, torch
+from pathlib import Path
+from safetensors.torch import load_file
+from luthier.models.adapter_files import leave_files
+
+def resident():
+    return int(re.search(r"RssFile:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+weights = load_file(sys.argv[1])
+before = resident()
+sums = [int(weight.sum()) for weight in weights.values()]
+read = resident() - before
+leave_files()
+left = resident() - before
+assert sums == [int(weight.sum()) for weight in weights.values()], "they are read again"
+print(read, left)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems tell no mapped files")
+def test_files_of_weights_that_were_quantized_as_they_were_read_leave_memory(tmp_path: Path) -> None:
+    save_file({name: torch.ones(20_000_000, dtype=torch.int8) for name in "ab"}, tmp_path / WEIGHTS)
+    command = [sys.executable, "-c", LEAVING, str(tmp_path / WEIGHTS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    read, left = map(float, done.stdout.split())
+    assert read > 35 and left < 5, f"of 38 MB {read:.0f} were resident, then {left:.0f}"
+
+
 @pytest.mark.parametrize("grown", [False, True], ids=["as it is", "with tokens added"])
 @pytest.mark.parametrize("several", [False, True], ids=["one template", "several"])
 def test_a_folder_has_no_other_chat_template_than_the_one_of_the_run(
