@@ -111,9 +111,7 @@ def export_run(
     converter = _ready(settings, proves=options.proof)
     opened, notes = _with_adapter(opened)
     tell("loading the trained model")
-    engine = opened.engine(opened.config.eval.per_device_eval_batch_size)
-    if is_quantized(base_of(engine.model)):
-        leave_files()
+    engine = _engine_of(opened)
     dtype = _name_of(base_of(engine.model).dtype) if settings.dtype == "auto" else settings.dtype
     measured = None
     if options.proof:
@@ -177,7 +175,7 @@ def prove_merged(run: Path) -> str:
     folder = run / MERGED_FOLDER
     try:
         opened = open_run(run)
-        engine = opened.engine(opened.config.eval.per_device_eval_batch_size)
+        engine = _engine_of(opened)
     except UserError as error:  # of reward models, and of decoders beside an encoder
         return f"{MERGED_FOLDER}/ is not proven: {error.message}"
     measured = taken_down.measure(opened, engine, None)
@@ -333,6 +331,14 @@ def _with_adapter(run: TrainedRun) -> tuple[TrainedRun, list[str]]:
     *before, last = section.merge_first
     adapter = section.model_copy(update={"merge_first": before})
     return replace(run, adapter=last, config=run.config.model_copy(update={"adapter": adapter})), notes
+
+
+def _engine_of(run: TrainedRun) -> LocalEngine:
+    """The trained model, with no more of its files in memory than it needs."""
+    engine = run.engine(run.config.eval.per_device_eval_batch_size)
+    if is_quantized(base_of(engine.model)):
+        leave_files()
+    return engine
 
 
 def _parity(run: TrainedRun, engine: LocalEngine, dtype: str, measured: taken_down.TakenDown | None) -> Parity:
