@@ -17,10 +17,13 @@ from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MixtralConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
+    Qwen3MoeConfig,
     TrainingArguments,
 )
 
@@ -335,6 +338,24 @@ def test_memory_on_a_quantized_base_is_what_a_step_takes(how: str, adapter: dict
     one_layer = kept / QWEN.num_hidden_layers  # is recomputed when the backward pass comes to it
     widest = (2 if half else 4) * NUM_TOKENS * QWEN.intermediate_size  # a gradient on the way back
     assert less == pytest.approx(inputs + one_layer + widest, rel=0.1)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 2048, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "intermediate_size": 512,
+}  # fmt: skip
+EXPERTS = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
+
+
+@pytest.mark.parametrize("how", ["fp32", "bf16"])
+@pytest.mark.parametrize("config", [EXPERTS, Gemma3TextConfig(**SIZES, sliding_window=64)], ids=["experts", "norms"])
+def test_what_lora_adds_to_experts_and_further_norms_are_counted(config: PreTrainedConfig, how: str) -> None:
+    run = run_config({**LORA, "target_modules": "all-linear"}, precision=how)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if how == "bf16" else torch.float32)
+    model = apply_adapter(model, run.adapter).train()
+    _, kept = trained_step(model, in_16_bits=how == "bf16")
+    found = memory_of(shape_of(model), one_row(), run, on_gpu=False).activations
+    assert found == pytest.approx(kept, rel=0.1)
 
 
 def test_recomputing_needs_less_memory() -> None:

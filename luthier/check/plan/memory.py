@@ -117,12 +117,12 @@ def _activation_bytes(shape: ModelShape, tokens: int, config: RunConfig, *, in_1
     gradient of what is widest in it."""
     size, recomputes = 2 if in_16_bits else 4, config.train.gradient_checkpointing
     stream = 4 if shape.is_single else size  # the stream between layers has the type of the weights
-    made_whole = size * shape.kept_whole
+    made_whole = size * (shape.kept_whole + shape.made_anew)
     if shape.adapted:
         beside, made = _adapter_bytes(shape, config, in_16_bits=in_16_bits, on_gpu=on_gpu)
         # norms in 32 bits; attention: q, k and v, repeated for each head of q, and what comes out; feed-forward: gate,
         # gate after its function, up. What frozen weights are multiplied with is not kept.
-        in_norms = 2 * shape.width + (shape.queries + shape.keys) * shape.norms_heads
+        in_norms = shape.norms * shape.width + (shape.queries + shape.keys) * shape.norms_heads
         per_layer = 4 * in_norms + size * (4 * shape.queries + 3 * shape.feed_forward) + beside // shape.layers
         made_whole += made
     else:
@@ -157,7 +157,7 @@ def _adapter_bytes(shape: ModelShape, config: RunConfig, *, in_16_bits: bool, on
             return size * (ranks + outputs) + drops, 2 * between if in_16_bits else 0
         case AdapterType.OFT:  # rotations are made by a series of products of small blocks
             return size * read, 4 * 4 * inputs * adapter.oft_block_size
-    kept = size * (ranks + read) + drops
+    kept = size * (ranks + read + shape.read_by_experts) + drops
     if not adapter.use_dora:
         return kept, 0
     return kept + 2 * size * outputs, size * squares if drops else 0  # after dropout the weight is multiplied again

@@ -72,7 +72,11 @@ class ModelShape:
     is_single                whether weights that are not quantized are kept in 32 bits
     largest_quantized        numbers of the largest quantized weight, which is whole while it computes; 0: there is none
     kept_whole               numbers of all quantized weights, where autograd keeps them whole for the backward pass
+    made_anew                numbers of experts' weights in one tensor that LoRA changes: PEFT adds up both each time,
+                             and autograd keeps the sum
+    read_by_experts          numbers that these are multiplied with, for each token in all layers
     trains_norms             whether norms are trained, which keeps what they multiply
+    norms                    norms of the residual stream in a layer
     norms_heads              whether queries and keys have norms of their own
     adapted                  of each linear layer with an adapter: the module that holds it, its inputs, outputs, rank
     gradient_bytes           of those that are trained
@@ -91,7 +95,10 @@ class ModelShape:
     is_single: bool
     largest_quantized: int
     kept_whole: int
+    made_anew: int
+    read_by_experts: int
     trains_norms: bool
+    norms: int
     norms_heads: bool
     adapted: tuple[tuple[str, int, int, int], ...]
     gradient_bytes: int
@@ -150,7 +157,11 @@ def shape_of(
     everything = list(model.named_parameters())
     whole = [one for _, one in everything if not (one.requires_grad and quantized) and id(one) not in quantized]
     matrices = [(name, one) for name, one in everything if one.ndim > 1 and tuple(one.shape) != table]
+    fused = list(_fused(model))
+    norms = [name for name, one in everything if name.endswith("norm.weight") and one.numel() == width]
+    norms = [name for name in norms if not name.endswith(("q_norm.weight", "k_norm.weight"))]
     return ModelShape(
+        norms=max(2, len(norms) // layers),
         norms_heads=any(name.endswith("q_norm.weight") for name, _ in everything),
         adapted=tuple(_adapted(model)),
         parameters=sum(one.numel() for _, one in everything),
@@ -158,6 +169,8 @@ def shape_of(
         weight_bytes=sum(quantized.get(id(one), _num_bytes(one)) for _, one in everything),
         is_single=sum(map(_num_bytes, whole)) > 3 * sum(one.numel() for one in whole),
         kept_whole=sum(one.numel() for _, one in everything if id(one) in quantized) if keeps_whole else 0,
+        made_anew=sum(one.numel() for one, _ in fused),
+        read_by_experts=sum(inputs for _, inputs in fused) * int(said.get("num_experts_per_tok") or 1),
         trains_norms=any(one.requires_grad and one.ndim == 1 and "norm" in name for name, one in everything),
         largest_quantized=max((one.numel() for _, one in everything if id(one) in quantized), default=0),
         gradient_bytes=sum(_num_bytes(one) for _, one in everything if one.requires_grad),
@@ -184,6 +197,15 @@ def _adapted(model: PreTrainedModel) -> Iterator[tuple[str, int, int, int]]:
         if isinstance(module, LoraLinear | OftLinear | VeraLinear):
             rank = 0 if isinstance(module, OftLinear) else max(module.r.values(), default=0)
             yield name.rpartition(".")[0], module.in_features, module.out_features, rank
+
+
+def _fused(model: PreTrainedModel) -> Iterator[tuple[torch.Tensor, int]]:
+    """Experts' weights in one tensor that a LoRA is beside, and how many inputs one of them has."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    for module in model.modules():
+        if isinstance(module, ParamWrapper):
+            yield module.get_param(), module.in_features
 
 
 def _num_bytes(parameter: torch.Tensor) -> int:
