@@ -486,3 +486,12 @@ def test_a_part_of_the_matrices_that_galore_would_project_is_refused(names: str,
     else:
         assert keys_refused(text) == ["optim_target_modules"]
     assert value_of(text.replace("galore_adamw", "adamw_torch"), "train.optim") == "adamw_torch"
+
+
+def test_rows_are_held_out_where_trl_holds_them_out_alone(tmp_path: Path) -> None:
+    """By ``datasets``; its scripts do not read ``test_split_size`` beside ``dataset_name``."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(MESSAGES) + "\n", encoding="utf-8")
+    lines = "packing: false\ntest_split_size: 0.25\n"
+    for named, share in ((f"dataset_name: {tmp_path / 'rows.jsonl'}\n", 0.0),
+                         (f"datasets: [{{path: {tmp_path / 'rows.jsonl'}}}]\n", 0.25)):  # fmt: skip
+        assert value_of("model_name_or_path: preset:tiny-qwen3\n" + named + lines, "data.eval_split") == share

@@ -151,7 +151,10 @@ def read_data(reading: Translator) -> None:
         reading.refuse("dataset_name", "no data set is named", "for example dataset_name: OWNER/NAME, or a file")
     else:
         _named(reading, str(name))
-    reading.copy("data.eval_split", "test_split_size")
+    if mixture:
+        reading.copy("data.eval_split", "test_split_size")
+    else:
+        reading.pass_over(("test_split_size",), "TRL reads it beside datasets alone; here too, none are held out")
     reading.read |= {"streaming", "dataset_text_field"}
 
 

@@ -270,11 +270,8 @@ def _without_padding(reading: Reading, length: int) -> slice:
         raise RowError("empty", f"all of its {counted(length, 'token is', 'tokens are')} padding", field=field)
     first, last = int(shown[0]), int(shown[-1])
     if last - first + 1 != len(shown):
-        what = (
-            f"{counted(last - first + 1 - len(shown), 'token')} between shown ones are hidden: a "
-            f"mask may only hide padding at "
-        )
-        what += "the beginning and the end"
+        hidden = counted(last - first + 1 - len(shown), "token is", "tokens are")
+        what = f"{hidden} hidden between shown ones: a mask may only hide padding at the beginning and the end"
         raise RowError("bad_attention_mask", what, field=field)
     return slice(first, last + 1)
 
