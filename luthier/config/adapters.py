@@ -39,6 +39,7 @@ DECIDED_BEFORE = (
 
 
 FROM_BASE_AND_ROWS = ("corda", "lora_ga")
+_SAVED_AS_PLAIN = ("pissa", "olora", *FROM_BASE_AND_ROWS)
 MUTATING = ("pissa", "olora", *FROM_BASE_AND_ROWS)  # first values that are a part of the base weights, moved
 
 
@@ -65,7 +66,7 @@ def check_adapter(draft: Draft) -> Iterator[Problem]:
     yield from _decided_before(draft)
     yield from _nothing_trained(draft)
     yield from _patterns(draft)
-    yield from _pissa_with_dora(draft)
+    yield from _saved_as_plain_lora(draft)
     yield from _from_rows(draft)
     yield from _loftq(draft)
     yield from _quantized(draft)
@@ -122,7 +123,7 @@ def _patterns(draft: Draft) -> Iterator[Problem]:
                 yield draft.problem(f"adapter.{key}[{index}]", what, "name modules, such as q_proj")
 
 
-def _pissa_with_dora(draft: Draft) -> Iterator[Problem]:
+def _saved_as_plain_lora(draft: Draft) -> Iterator[Problem]:
     adapter = draft.config.adapter
     if adapter.use_dora and str(adapter.init_lora_weights).startswith(("pissa", *FROM_BASE_AND_ROWS)):
         what = (
@@ -130,6 +131,13 @@ def _pissa_with_dora(draft: Draft) -> Iterator[Problem]:
             f"{draft.cite('adapter.use_dora')}"
         )
         yield draft.problem("adapter.init_lora_weights", what, "keep one: use_dora: false, or init_lora_weights: true")
+    pattern = next((f"adapter.{key}" for key in ("rank_pattern", "alpha_pattern") if getattr(adapter, key)), None)
+    if adapter.use_rslora and pattern and str(adapter.init_lora_weights).startswith(_SAVED_AS_PLAIN):
+        what = (
+            f"{adapter.init_lora_weights} is saved as a LoRA of twice the rank, which PEFT does not make with both "
+            f"{draft.cite('adapter.use_rslora')} and {draft.cite(pattern)}"
+        )
+        yield draft.problem("adapter.init_lora_weights", what, f"keep two: use_rslora: false, or remove {pattern}")
 
 
 def _from_rows(draft: Draft) -> Iterator[Problem]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,24 +12,31 @@ import torch
 from peft import EvaConfig, LoraConfig, OFTConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from luthier.config.adapters import FROM_BASE_AND_ROWS, REGEX
+from luthier.config.adapters import FROM_BASE_AND_ROWS
 from luthier.config.choices import AdapterType, ModelPart
 from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
 from luthier.models.adapter_files import continue_adapter, quiet_peft, task_of
+from luthier.models.adapter_targets import (
+    adapt_experts,
+    check_some_targeted,
+    collapse,
+    excluded,
+    frozen_routers,
+    inside,
+    is_whole,
+    targeted,
+)
 from luthier.models.model import REWARD_HEAD
-from luthier.models.quantized import num_packed, num_weights, packed_layers
-from luthier.models.routers import router_names
-from luthier.models.submodules import ModelParts, evaluating, find_parts, read_past
+from luthier.models.quantized import num_packed, num_weights
+from luthier.models.submodules import ModelParts, evaluating, find_parts
 from luthier.models.vocabulary import ends_of
 from luthier.writing import counted
 
 _ALWAYS_TOLD = ("r", "lora_alpha")
 _TOLD_FIRST = ("peft_type", *_ALWAYS_TOLD, "target_modules")
 _NO_FACTS = ("base_model_name_or_path", "auto_mapping", "inference_mode", "peft_version", "revision", "task_type")
-ALL_LINEAR = "all-linear"
 
 
 def apply_adapter(
@@ -48,7 +54,7 @@ def apply_adapter(
     where an adapter to go on from is of another type.
     """
     parts = find_parts(model) if parts is None else parts
-    routers = [] if section.train_routers else _frozen_routers(model)
+    routers = [] if section.train_routers else frozen_routers(model)
     match section.type:
         case AdapterType.FULL | AdapterType.FREEZE | AdapterType.LLAMA_PRO:
             if section.type is AdapterType.FREEZE:
@@ -79,14 +85,6 @@ def parts_left_out(model: PreTrainedModel, section: AdapterConfig) -> tuple[Mode
     return tuple(part for part in ModelPart if part in there and part not in section.train_parts)
 
 
-def unheard_layers(model: PreTrainedModel, section: AdapterConfig) -> list[str]:
-    """The linear layers that ``all-linear`` leaves out as nothing would hear an adapter there; ``N`` for numbers."""
-    if not section.type.is_beside or section.name_or_path is not None or section.target_modules != [ALL_LINEAR]:
-        return []
-    parts = find_parts(model)
-    return collapse(name for name in read_past(model) if parts.of(name) in section.train_parts)
-
-
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """``(all, trainable)`` numbers of parameters; tied ones count once."""
     parameters = list(model.parameters())
@@ -105,8 +103,9 @@ def adapter_facts(model: nn.Module) -> dict[str, object]:
         said = getattr(value, "value", value)
         if name not in _NO_FACTS and (name in _ALWAYS_TOLD or (said and said != usual.get(name))):
             found[name] = sorted(said) if isinstance(said, set) else said
-    if isinstance(found.get("target_modules"), list):
-        found["target_modules"] = collapse(found["target_modules"])
+    for name in ("target_modules", "target_parameters"):
+        if isinstance(found.get(name), list):
+            found[name] = collapse(found[name])
     first = {name: found.pop(name) for name in _TOLD_FIRST if name in found}
     return {**first, **dict(sorted(found.items()))}
 
@@ -156,7 +155,7 @@ def _freeze(model: PreTrainedModel, section: AdapterConfig) -> None:
         for layer in last:
             layer.requires_grad_(True)
     for pattern in section.freeze_trainable_modules:
-        matched = [p for name, p in model.named_parameters(remove_duplicate=False) if _is_whole(name, pattern)]
+        matched = [p for name, p in model.named_parameters(remove_duplicate=False) if is_whole(name, pattern)]
         if not matched:
             names = ", ".join(collapse(name for name, _ in model.named_parameters()))
             what = f"adapter.freeze_trainable_modules: no parameter matches {pattern!r}"
@@ -173,7 +172,7 @@ def _freeze(model: PreTrainedModel, section: AdapterConfig) -> None:
 def tied_by_name(model: nn.Module, patterns: Iterable[str]) -> dict[str, str]:
     """Names by which patterns mean a weight that has another, its first: ``lm_head.weight`` of a tied model."""
     weights = dict(model.named_parameters(remove_duplicate=False))
-    named = [name for name in weights if any(_is_whole(name, pattern) for pattern in patterns)]
+    named = [name for name in weights if any(is_whole(name, pattern) for pattern in patterns)]
     first = {id(weight): name for name, weight in model.named_parameters()}
     return {name: other for name in named if (other := first[id(weights[name])]) not in named}
 
@@ -270,7 +269,7 @@ def _first_logits(model: PreTrainedModel) -> torch.Tensor | None:
 def _new_adapter(
     model: PreTrainedModel, section: AdapterConfig, parts: ModelParts, new_ids: Sequence[int]
 ) -> PeftModel:
-    targets = _targets(model, section, parts)
+    targets = targeted(model, section, parts)
     modules = [name for name, _ in model.named_modules() if name]
     for wanted in section.modules_to_save:
         if not any(name == wanted or name.endswith("." + wanted) for name in modules):
@@ -278,30 +277,37 @@ def _new_adapter(
                 f"adapter.modules_to_save: the model has no module {wanted!r}",
                 hint=f"there are {', '.join(collapse(modules))}",
             )
-    _check_some_targeted(model, section, parts)
+    check_some_targeted(model, section, parts)
     common: dict[str, object] = {
         "task_type": task_of(model),
         "target_modules": targets,
         "modules_to_save": list(section.modules_to_save) or None,
-        "exclude_modules": _excluded(model, section, parts),
+        "exclude_modules": excluded(model, section, parts),
     }
     match section.type:
         case AdapterType.OFT:
             settings: PeftConfig = OFTConfig(r=0, oft_block_size=section.oft_block_size, **common)
         case AdapterType.VERA:
             if (outside := common.pop("exclude_modules")) is not None:  # it can only be told what to adapt
-                common["target_modules"] = _inside(model, targets, str(outside))
+                common["target_modules"] = inside(model, targets, str(outside))
             settings = VeraConfig(r=section.r, vera_dropout=section.lora_dropout, **common)
         case _:
             rows = _trainable_rows(model, section, targets, new_ids) or None
             settings = _lora_config(model, section, trainable_token_indices=rows, **common)
+            adapt_experts(settings, model, section, parts)
     try:
         with quiet_peft():
             adapted = get_peft_model(model, settings)
         _check_patterns(adapted, section)
         return adapted
     except (ValueError, AssertionError) as error:  # ranks and block sizes that the layers do not allow
-        raise ModelError(f"adapter.type {section.type}: {error}") from error
+        if "ParamWrapper" not in str(error):
+            raise ModelError(f"adapter.type {section.type}: {error}") from error
+        raise ModelError(
+            f"adapter.type {section.type}: PEFT adapts the experts of a layer as tensors, not as layers, and there "
+            f"{str(error).partition('not work with ')[2].rstrip('.')} is not possible",
+            hint="remove that key, or name layers without experts in adapter.target_modules: [q_proj, v_proj]",
+        ) from error
     except (TypeError, AttributeError) as error:  # a layer that the adapter, or its initialisation, knows nothing of
         start = section.init_lora_weights
         if not (str(error).startswith("Target module") or isinstance(start, str)):
@@ -309,36 +315,6 @@ def _new_adapter(
         begins = f" with init_lora_weights {start}" if isinstance(start, str) else ""
         hint = "set adapter.type: lora with init_lora_weights: true, or name other modules in adapter.target_modules"
         raise ModelError(f"adapter.type {section.type}{begins}: {error}", hint=hint) from error
-
-
-def _inside(model: PreTrainedModel, targets: str | list[str], outside: str) -> list[str]:
-    """The full names of the targets that a regular expression leaves."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
-        and not any(module is end for end in ends)
-        and (targets == ALL_LINEAR or any(name == each or name.endswith(f".{each}") for each in targets))
-        and not re.fullmatch(outside, name)
-    ]
-
-
-def _frozen_routers(model: PreTrainedModel) -> list[str]:
-    if found := router_names(model):
-        return found
-    raise ModelError(
-        f"adapter.train_routers is false, and {type(model).__name__} has no experts to choose among",
-        hint="remove the key",
-    )
-
-
-def _excluded(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> str | None:
-    """A regular expression for the names of modules that get no adapter; None: there are none."""
-    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    routers = [] if section.train_routers else [re.escape(name) for name in _frozen_routers(model) if name in linear]
-    outside = parts.outside(model, section.train_parts)
-    return "|".join([*([] if outside is None else [outside]), *routers, *map(re.escape, read_past(model))]) or None
 
 
 def _lora_config(model: PreTrainedModel, section: AdapterConfig, **common: object) -> LoraConfig:
@@ -371,7 +347,8 @@ def _check_patterns(adapted: PeftModel, section: AdapterConfig) -> None:
     """Raise `ModelError` for a pattern of ranks or scales that is the end of no adapted module's name: PEFT passes it
     over."""
     tuner: Any = adapted.base_model
-    names = [*tuner.targeted_module_names, *tuner.targeted_parameter_names]
+    parameters = tuner.targeted_parameter_names
+    names = [*tuner.targeted_module_names, *parameters, *(name.removesuffix(".weight") for name in parameters)]
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(section, key):
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
@@ -402,87 +379,3 @@ def _trainable_rows(
             )
         found[name] = list(new_ids)
     return found
-
-
-def _linear_modules(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> list[str]:
-    found = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D | nn.Embedding)}
-    found |= packed_layers(model).keys()
-    return [name for name, _ in model.named_modules() if name in found and parts.of(name) in section.train_parts]
-
-
-def _check_some_targeted(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> None:
-    """A module that is trained and saved whole gets no adapter: PEFT leaves it out of the targets without a word.
-
-    Raises `ModelError` where that leaves nothing of what ``adapter.target_modules`` names.
-    """
-    saved = section.modules_to_save
-    linear = _linear_modules(model, section, parts)
-    for pattern in section.target_modules:
-        matched = [name for name in linear if pattern == ALL_LINEAR or _matches(name, pattern)]
-        if pattern == ALL_LINEAR:  # which are those of the layers, not the embedding and the output layer
-            ends = (model.get_input_embeddings(), model.get_output_embeddings())
-            matched = [name for name in matched if not any(model.get_submodule(name) is end for end in ends)]
-        if saved and matched and all(_is_in(name, saved) for name in matched):
-            raise ModelError(
-                f"adapter.modules_to_save: {', '.join(saved)} trains and saves whole all modules that "
-                f"adapter.target_modules ({pattern}) names: nothing is left to adapt of "
-                f"{', '.join(collapse(matched))}",
-                hint=f"take {pattern} out of adapter.target_modules, or those modules out of adapter.modules_to_save; "
-                "adapter.type: full trains all weights",
-            )
-
-
-def _is_in(name: str, modules: list[str]) -> bool:
-    """Whether a module is one of these, or is inside of one; they are named by the ends of their names."""
-    steps = name.split(".")
-    paths = [".".join(steps[:end]) for end in range(1, len(steps) + 1)]
-    return any(path == each or path.endswith(f".{each}") for path in paths for each in modules)
-
-
-def _targets(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> str | list[str]:
-    """What PEFT calls target_modules: ``all-linear``, suffixes as they were given, or the full names that match."""
-    patterns = section.target_modules
-    if ALL_LINEAR in patterns:
-        if len(patterns) > 1:
-            raise ModelError(f"adapter.target_modules: {ALL_LINEAR} stands alone", hint="drop the other patterns")
-        packed = packed_layers(model)  # PEFT adapts these, and does not find them by this word
-        return [name for name in packed if parts.of(name) in section.train_parts] if packed else ALL_LINEAR
-    linear, unheard = _linear_modules(model, section, parts), set(read_past(model))
-    chosen: list[str] = []
-    for pattern in patterns:
-        matched = [name for name in linear if _matches(name, pattern)]
-        if matched and unheard.issuperset(matched):
-            raise ModelError(
-                f"adapter.target_modules: {pattern!r} names {', '.join(collapse(matched))}, whose weights the model "
-                "reads past them, so that an adapter there is not heard",
-                hint="name other modules, or train these whole (adapter.modules_to_save)",
-            )
-        if not matched:
-            raise ModelError(
-                f"adapter.target_modules: no linear module matches {pattern!r}{_of_parts(parts, section)}",
-                hint=f"there are {', '.join(collapse(linear))}",
-            )
-        chosen.extend(name for name in matched if name not in unheard)
-    plain = all(re.fullmatch(r"\w+", pattern) for pattern in patterns)
-    return list(patterns) if plain else sorted(set(chosen))
-
-
-def _of_parts(parts: ModelParts, section: AdapterConfig) -> str:
-    return f" in {', '.join(section.train_parts)} (adapter.train_parts)" if parts else ""
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """``q_proj`` and ``self_attn.*`` match the end of a dotted name, ``model.layers.0.*`` the whole of it."""
-    return _is_whole(name, pattern) or fnmatch.fnmatchcase(name, "*." + pattern)
-
-
-def _is_whole(name: str, pattern: str) -> bool:
-    """Whether the whole name is meant: by a pattern of a shell, or a regular expression after ``regex:``."""
-    if pattern.startswith(REGEX):
-        return re.fullmatch(pattern.removeprefix(REGEX), name) is not None
-    return fnmatch.fnmatchcase(name, pattern)
-
-
-def collapse(names: Iterable[str]) -> list[str]:
-    """Layer numbers become ``N``: ``layers.0.q, layers.1.q`` -> ``layers.N.q``."""
-    return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".N", name) for name in names))

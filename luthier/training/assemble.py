@@ -25,7 +25,7 @@ from luthier.engines.local import LocalEngine
 from luthier.errors import ModelError
 from luthier.loader.plan import StreamPlan
 from luthier.loader.settings import check_reward_columns, eval_settings, media_of, shares_prompts, units_of
-from luthier.models import adapter_files, adapters
+from luthier.models import adapter_files, adapter_targets, adapters
 from luthier.models.model import LoadedModel, load_model, quantize_whole, run_precision
 from luthier.models.quantized import is_quantized
 from luthier.models.sharding import gather_all, give_up_gathered, is_sharded, place, unsharded_class, whole_weights
@@ -129,8 +129,8 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: streams.World, no
         note(f"model: {rows} keep their first values, as those layers are frozen")
     if left := adapters.parts_left_out(loaded.model, config.adapter):
         note(f"model: {' and '.join(left)} keep their weights; adapter.train_parts names what is trained")
-    if unheard := adapters.unheard_layers(loaded.model, config.adapter):
-        note(f"model: no adapter on {', '.join(unheard)}, whose weights the model reads past these layers")
+    if without := adapter_targets.left_out(loaded.model, config.adapter):
+        note(f"model: no adapter on {'; '.join(without)}")
     initial = None
     if adapter_files.mutates_base(config.adapter) and isinstance(model, PeftModel):
         initial = config.output.dir / run_folder.INITIAL_ADAPTER

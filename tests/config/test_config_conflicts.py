@@ -196,6 +196,11 @@ CONFLICTS = [
         ("run.yaml:4 adapter.init_lora_weights: ", "runtime.sharding (line 5)"),
     ),
     (
+        "adapter: {type: lora, init_lora_weights: olora, use_rslora: true, rank_pattern: {q_proj: 4}}",
+        "",
+        ("run.yaml:4 adapter.init_lora_weights: ", "adapter.use_rslora (line 4)", "adapter.rank_pattern (line 4)"),
+    ),
+    (
         "adapter: {type: lora, init_lora_weights: corda, use_dora: true}",
         "",
         ("run.yaml:4 adapter.init_lora_weights: ", "adapter.use_dora (line 4)"),

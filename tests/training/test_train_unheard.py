@@ -1,4 +1,4 @@
-"""Layers whose weights a model reads past them get no adapter and keep their bits; weights no loss reaches are told."""
+"""Which layers get an adapter that is heard, beside experts too; trained weights that no loss reaches are told."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from peft import PeftModel
 from tiny_models import SIZES, VOCABULARY
 from tiny_recurrent import RECURRENT_MODELS, recurrent_model
 from tiny_runs import make_config, make_data, make_segments
@@ -19,7 +20,9 @@ from luthier.config.inputs import QuantizationConfig
 from luthier.config.schema import AdapterConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
-from luthier.models.adapters import apply_adapter, unheard_layers
+from luthier.models.adapter_files import quiet_peft
+from luthier.models.adapter_targets import collapse, left_out
+from luthier.models.adapters import apply_adapter
 from luthier.models.quantized import kept_modules, layers_to_quantize, loading_config
 from luthier.models.submodules import read_past
 from luthier.training.fit import fit_data
@@ -90,7 +93,8 @@ def test_an_adapter_begins_as_the_model_and_all_of_it_is_heard(name: str, keys: 
     model, section = tiny(name), AdapterConfig(**keys)
     with torch.no_grad():
         before = model(input_ids=IDS, use_cache=False).logits
-    assert ends(unheard_layers(model, section)) == READ[name]
+    told = ", ".join(collapse(read_past(model)))
+    assert left_out(model, section) == [f"{told} (the model reads their weights past them)"]
     adapted: Any = apply_adapter(model, section).train()
     with torch.no_grad():
         torch.testing.assert_close(adapted(input_ids=IDS, use_cache=False).logits, before, rtol=1e-3, atol=1e-3)
@@ -121,6 +125,113 @@ def test_such_layers_keep_their_bits(name: str, kind: str, tmp_path: Path) -> No
     with torch.no_grad():
         few, all_bits = (each(input_ids=IDS, labels=IDS, use_cache=False).loss for each in (loaded, model))
     assert float(few) == pytest.approx(float(all_bits), rel=0.2)
+
+
+# ------------------------------------------------------------------------------------------------------ experts
+
+DEEPSEEK: dict[str, Any] = {
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+NAMES = ["gate_proj", "up_proj", "down_proj"]
+
+
+def with_experts(name: str) -> Any:
+    torch.manual_seed(0)
+    match name:
+        case "deepseek_v3":
+            return hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**{**SIZES, **DEEPSEEK}))
+        case "qwen3_moe":
+            sizes: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+            return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SIZES, **sizes))
+        case _:
+            return recurrent_model(name)
+
+
+def adapted_names(model: Any, **keys: Any) -> set[str]:
+    """The layers beside which an adapter is, ``experts`` for both of their tensors; numbers of layers are N."""
+    adapted = apply_adapter(model, AdapterConfig(type=AdapterType.LORA, r=2, **keys))
+    trained = [name for name, weight in adapted.named_parameters() if weight.requires_grad and "lora_A" in name]
+    names = [each.removeprefix("base_model.model.model.").partition(".lora_A")[0] for each in trained]
+    return {each.removesuffix(".base_layer").removeprefix("layers.N.") for each in collapse(names)}
+
+
+def linear_names(model: Any) -> set[str]:
+    layers = [name for name, layer in model.model.named_modules() if isinstance(layer, nn.Linear)]
+    return {each.removeprefix("layers.N.") for each in collapse(layers)}
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "qwen3_moe"])
+def test_all_linear_layers_are_adapted_beside_experts_and_routers_where_they_are_trained(name: str) -> None:
+    linear = linear_names(with_experts(name))
+    assert adapted_names(with_experts(name)) == linear | {"mlp.experts", "mlp.gate"}
+    assert adapted_names(with_experts(name), train_routers=False) == linear | {"mlp.experts"}
+
+
+def test_names_of_experts_mean_all_layers_of_these_names_and_patterns_what_they_match() -> None:
+    shared = {f"mlp.shared_experts.{each}" for each in NAMES}
+    dense = {f"mlp.{each}" for each in NAMES}
+    assert adapted_names(with_experts("deepseek_v3"), target_modules=NAMES) == shared | dense | {"mlp.experts"}
+    assert adapted_names(with_experts("deepseek_v3"), target_modules=["shared_experts.*"]) == shared
+    assert adapted_names(with_experts("deepseek_v3"), target_modules=[r"regex:.*\d\.mlp\.\w+_proj"]) == dense
+    assert adapted_names(with_experts("qwen3_moe"), target_modules=["q_proj", *NAMES]) == {
+        "self_attn.q_proj", "mlp.experts",
+    }  # fmt: skip
+    with pytest.raises(ModelError, match=r"gate_proj without also targeting up_proj(.|\n)*name all of them"):
+        adapted_names(with_experts("qwen3_moe"), target_modules=["gate_proj"])
+    with pytest.raises(ModelError, match=r"no linear module matches 'shared_experts\.\*'"):
+        adapted_names(with_experts("qwen3_moe"), target_modules=["shared_experts.*"])
+
+
+@pytest.mark.parametrize("keys", [{}, {"rank_pattern": {"down_proj": 3}, "alpha_pattern": {"up_proj": 8.0}}])
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
+def test_plain_peft_reads_the_adapter_back_and_merges_it(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    model = with_experts(name).eval()
+    model.save_pretrained(tmp_path / "base")
+    adapted: Any = apply_adapter(model, AdapterConfig(type=AdapterType.LORA, r=2, **keys)).eval()
+    ranks = {len(weight) for each, weight in adapted.named_parameters() if "shared" in each and "lora_A" in each}
+    assert (3 in ranks) == bool(keys)
+    with torch.no_grad():
+        for each, weight in adapted.named_parameters():
+            if "lora_B" in each:
+                weight.normal_(std=0.2)
+        found = adapted(input_ids=IDS, use_cache=False).logits
+        adapted.save_pretrained(tmp_path / "adapter")
+        base = type(model).from_pretrained(tmp_path / "base")
+        with quiet_peft():  # which warns of its own settings for experts
+            again = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        torch.testing.assert_close(again(input_ids=IDS, use_cache=False).logits, found, rtol=0, atol=0)
+        merged: Any = again.merge_and_unload()
+        torch.testing.assert_close(merged(input_ids=IDS, use_cache=False).logits, found, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.filterwarnings(PEFT_NOISE)
+def test_beside_quantized_weights_such_layers_are_left_out_and_told_or_refused(tmp_path: Path) -> None:
+    section, whole = QuantizationConfig(type="nf4"), with_experts("deepseek_v3")
+    whole.save_pretrained(tmp_path)
+    how: Any = loading_config(section, torch.float32, kept_modules(whole, section))
+
+    def loaded() -> Any:
+        return type(whole).from_pretrained(tmp_path, quantization_config=how, dtype=torch.float32)
+
+    for patterns in (["all-linear"], ["q_a_proj", *NAMES]):
+        model, adapter = loaded(), AdapterConfig(type=AdapterType.LORA, r=2, target_modules=patterns)
+        apply_adapter(model, adapter)
+        (told,) = left_out(model, adapter)
+        assert all(f"mlp.shared_experts.{each}" in told and f"N.mlp.{each}" in told for each in NAMES)
+    with pytest.raises(ModelError, match=r"names of model\.layers\.N\.mlp\.shared_experts\.gate_proj"):
+        apply_adapter(loaded(), AdapterConfig(type=AdapterType.LORA, target_modules=["shared_experts.*"]))
+
+
+@pytest.mark.parametrize(("keys", "told"), [({"lora_dropout": 0.1}, "lora_dropout"), ({"use_dora": True}, "use_dora")])
+def test_what_goes_with_layers_only_is_refused_with_the_way_out(keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(ModelError, match=rf"experts of a layer as tensors(.|\n)*{told}(.|\n)*layers without experts"):
+        adapted_names(with_experts("qwen3_moe"), **keys)
+    assert adapted_names(with_experts("qwen3_moe"), target_modules=["q_proj"], **keys) == {"self_attn.q_proj"}
+
+
+# ------------------------------------------------------------------------------------------- weights out of reach
 
 
 class _WithSpare(nn.Linear):
