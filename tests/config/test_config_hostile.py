@@ -114,7 +114,7 @@ FILES: dict[str, tuple[bytes, str]] = {
         GOOD + b"train: {lr_scheduler_type: reduce_lr_on_plateau}\n",
         "train.lr_scheduler_type",
     ),
-    "warmup_beyond_steps": (GOOD + b"train: {max_steps: 5, warmup_steps: 50}\n", "train.warmup_steps"),
+    "warmup_below_none": (GOOD + b"train: {max_steps: 5, warmup_steps: -50}\n", "train.warmup_steps"),
     "two_step_sizes": (
         GOOD + b"train: {tokens_per_step: 100, gradient_accumulation_steps: 4}\n",
         "train.tokens_per_step",
