@@ -11,10 +11,11 @@ import pytest
 from jinja2 import Environment
 from peer_files import keys_refused, refused, value_of
 
+import luthier
 from luthier.config.explain import what_is_meant
 from luthier.config.loading import load_config_text, load_draft
 from luthier.config.peers.axolotl import AXOLOTL
-from luthier.config.peers.axolotl_rows import chat_of
+from luthier.config.peers.axolotl_texts import chat_of
 from luthier.config.tree import parse_path
 from luthier.config.words import schema_at
 from luthier.errors import ConfigError
@@ -482,3 +483,28 @@ def test_objectives_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines
     (tmp_path / "theirs.yml").write_text(with_lines(f"{lines}max_steps: 2\nsequence_len: 128\n"), encoding="utf-8")
     result = train(tmp_path / "theirs.yml", overrides=[f"data.store={tmp_path / 'store'}", "tracking.progress=false"])
     assert result.exit_code == 0 and len(result.steps) == 2
+
+
+@pytest.mark.parametrize(("kind", "unread"), [
+    ("alpaca", {"history", "system"}), ("alpaca_chat.load_qa", set()), ("alpaca_w_system.load", {"history"}),
+    ("{field_instruction: instruction, field_output: output, format: '{instruction}'}", {"history"}),
+])  # fmt: skip
+def test_columns_that_a_type_does_not_read_are_not_read(tmp_path: Path, kind: str, unread: set[str]) -> None:
+    row = {"instruction": "Ask", "input": "", "output": "Yes", "system": "Be", "history": [["Hi", "Hello"]]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({**row, "question": "Ask", "answer": "Yes"}) + "\n", encoding="utf-8")
+    columns: Any = value_of(rows(f"path: {path}, type: {kind}"), "data.train[0].columns")
+    assert {name for name, column in columns.items() if column == "none"} == unread
+
+
+def test_of_a_role_to_train_the_text_is_learned_and_not_its_header(tmp_path: Path) -> None:
+    row: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Ask\nme"}, {"role": "assistant", "content": "Yes"}]
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    text = rows(f"path: {tmp_path / 'rows.jsonl'}, type: chat_template, roles_to_train: [user]")
+    source = load_config_text(text, "theirs.yaml", check_paths=False).data.train[0]
+    run = {"model": "preset:tiny-qwen3", "data": {"train": source.model_dump(mode="json", exclude_defaults=True)}}
+    sample = luthier.prepare({**run, "output": {"dir": str(tmp_path / "out")}}).train[0]
+    learned = sample.input_ids[sample.target]
+    assert luthier.load_tokenizer("preset:tiny-qwen3").decode(learned) == "Ask\nme"

@@ -7,13 +7,13 @@ which a run has one.
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from luthier.config.peers.axolotl_texts import chat_of, patterns_of
 from luthier.config.peers.named_files import rows_of_split
 from luthier.config.peers.translation import Translator, names_of
 from luthier.config.peers.trl_rows import columns_of
@@ -52,6 +52,7 @@ class RowType:
     tags: Mapping[str, str] = field(default_factory=dict)
     rendered: bool = False
     patterns: tuple[str, ...] = ()
+    reads_system: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -203,8 +204,12 @@ class _DataSet:
         """Columns that the first row of a local file has not are not read, as in axolotl."""
         rows = None if path.startswith("hub:") else columns_of(path)
         if rows is not None:
+            if self.kind is not None and self.kind.format == "alpaca" and not self.as_text:
+                # earlier turns are never read, and a system message by few types
+                unread = {"history"} if self.kind.reads_system else {"history", "system"}
+                self.columns |= dict.fromkeys(sorted(unread & rows.names), "none")
             self.columns = {ours: theirs for ours, theirs in self.columns.items()
-                            if theirs in rows.names or ours not in _MAY_LACK}  # fmt: skip
+                            if theirs in (*rows.names, "none") or ours not in _MAY_LACK}  # fmt: skip
 
     def _refuse(self, key: str, what: str, hint: str | None = None) -> None:
         self.reading.refuse(f"{self.at}.{key}", what, hint)
@@ -290,11 +295,12 @@ class _DataSet:
             template = chat_of(style["system"], style["prompt"], "{answer}")
         patterns = style.get("patterns", ())
         if "prompt" in style:
-            patterns = _patterns(style["system"], style["prompt"], style.get("intro", ""))
+            patterns = patterns_of(style["system"], style["prompt"], style.get("intro", ""))
         return RowType(
             patterns=tuple(patterns) if known["format"] in ("alpaca", "prompt_completion") else (),
             format=known["format"], template=template, intro=style.get("intro"),
             columns=known.get("columns", {}), tags=known.get("tags", {}), rendered=known.get("rendered", False),
+            reads_system=name.startswith("alpaca_w_system"),
         )  # fmt: skip
 
     def _own_format(self, said: Mapping[str, Any]) -> RowType | None:
@@ -337,7 +343,7 @@ class _DataSet:
             patterns = tuple(first + str(text) for first in intros for text in texts)
         return RowType(
             format=fmt["format"], template=chat_of(system, prompt, answer), intro=intro or None, columns=columns,
-            patterns=patterns,
+            patterns=patterns, reads_system=True,
         )  # fmt: skip
 
     def _template(self, kind: RowType) -> None:
@@ -430,7 +436,11 @@ class _DataSet:
             return {}
         if not wanted:
             return {"train_on": ("roles_to_train", "none")}
-        rules = [{"role": role, "train": True} for role in sorted(wanted - {"assistant"})]
+        # the text of a message, without its header
+        rules = [{"role": role, "pattern": "(?s).+", "train": True} for role in sorted(wanted - {"assistant"})]
+        if rules:
+            self.reading.told.append(f"{self.at}.roles_to_train: of messages that are no answers the text is learned, "
+                                     "and not the token that ends it")  # fmt: skip
         rules += [] if "assistant" in wanted else [{"role": "assistant", "train": False}]
         return {"targets": ("roles_to_train", rules)}
 
@@ -460,39 +470,3 @@ class _DataSet:
                 near = difflib.get_close_matches(key, [name for group in table.values() for name in group], n=1)
                 self._refuse(key, "a data set has no such key", f"did you mean {near[0]}?" if near else "remove it")
         return settings
-
-
-def chat_of(system: str, prompt: str, answer: str) -> str:
-    """A chat template of three patterns with a place for the message each; one that ends in its answer ends in the
-    end-of-sequence token.
-
-    >>> chat_of("{system}", "Q: {prompt} A:", "{answer}").count("m.content")
-    3
-    """
-    pieces = {
-        "system": _pattern(system, "{system}"),
-        "user": _pattern(prompt, "{prompt}"),
-        "assistant": _pattern(answer, "{answer}") + (" ~ eos_token" if answer.endswith("{answer}") else ""),
-    }
-    cases = "".join(f"{{% if m.role == '{role}' %}}{{{{ {text} }}}}{{% endif %}}" for role, text in pieces.items())
-    return f"{{{{ bos_token or '' }}}}{{% for m in messages %}}{cases}{{% endfor %}}"
-
-
-def _patterns(system: str, prompt: str, intro: str) -> tuple[str, ...]:
-    """All ways to write what stands before an answer, with and without a system message and an input.
-
-    >>> _patterns("", "Q: {prompt} A:", "")
-    ('Q: {instruction}\\n{input} A:', 'Q: {instruction} A:')
-    """
-    before = system.replace("{system}", intro) if intro else ""
-    names_system = not intro and system not in ("", "{system}")  # these styles write no system message
-    systems = [system, ""] if names_system else [before]
-    asked = ("{instruction}\n{input}", "{instruction}")
-    return tuple(begin + prompt.replace("{prompt}", question) for begin in systems for question in asked)
-
-
-def _pattern(text: str, place: str) -> str:
-    """``"Q: {prompt} A:"`` as an expression of Jinja."""
-    before, _, after = text.partition(place)
-    quoted = [json.dumps(piece, ensure_ascii=False) for piece in (before, after)]
-    return f"{quoted[0]} ~ m.content ~ {quoted[1]}"
