@@ -33,7 +33,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             "adamw": torch.optim.AdamW(others, **adamw),
         }
         groups = [{**group, "kind": kind} for kind, part in self._parts.items() for group in part.param_groups]
-        super().__init__(groups, {})
+        super().__init__(groups, {"lr": adamw["lr"]})  # which some schedules read
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -289,6 +289,16 @@ def test_rates_decay_and_freezing_hold_for_every_optimizer(optim: str) -> None:
     assert not torch.equal(ended[0.0], ended[0.5])
 
 
+@pytest.mark.parametrize("optim", [*sorted(OURS), "adafactor", "apollo_adamw", "galore_adamw"])
+def test_schedules_that_read_the_rate_from_the_optimizer_find_it(run: Run, optim: str) -> None:
+    _require(optim)
+    for schedule, keys in (("polynomial", {"lr_end": 1e-4}), ("cosine_with_min_lr", {"min_lr": 1e-4})):
+        changes = {"train__lr_scheduler_type": schedule, "train__lr_scheduler_kwargs": keys, "train__warmup_steps": 0}
+        result = run(optim, folder=schedule, train__max_steps=3, **changes)
+        rates = [step.learning_rate for step in result.steps]
+        assert rates[0] == FAST.get(optim, 1e-2) and rates == sorted(rates, reverse=True) and rates[2] > 1e-4
+
+
 @pytest.mark.parametrize("optim", [name for name in HERE if not OPTIMIZERS[name].in_backward])
 def test_micro_batches_of_one_row_take_the_steps_of_one_batch(run: Run, optim: str) -> None:
     _require(optim)
