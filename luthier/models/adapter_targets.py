@@ -27,13 +27,21 @@ ALL_LINEAR = "all-linear"
 
 
 def left_out(model: PreTrainedModel, section: AdapterConfig) -> list[str]:
-    """Which linear layers have no adapter in a model that is adapted, though they are meant, and why; N for numbers."""
+    """Which layers and experts have no adapter in a model that is adapted, though they are meant, and why; N for
+    numbers."""
     if not section.type.is_beside or section.name_or_path is not None:
         return []
     parts = find_parts(model)
     unheard = read_past(model) if section.target_modules == [ALL_LINEAR] else []
     unknown = _meant_like_experts(model, section, parts) if section.type is AdapterType.LORA else []
+    experts = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.ndim > 2 and ".experts." in name and "base_layer" not in name and not weight.requires_grad
+    ]
+    is_all = section.type is AdapterType.LORA and section.target_modules == [ALL_LINEAR]
     found = {
+        "experts in one tensor: adapter.target_parameters names them": experts if is_all else [],
         "the model reads their weights past them": [each for each in unheard if parts.of(each) in section.train_parts],
         "PEFT takes their names for the experts of a layer, and adapts no quantized weight beside these": unknown,
     }

@@ -22,6 +22,7 @@ from transformers import (
     MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     TrainingArguments,
@@ -346,9 +347,16 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
 
+SHARED = Qwen2MoeConfig(
+    **{**SIZES, "num_hidden_layers": 4}, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128,
+    shared_expert_intermediate_size=512, mlp_only_layers=[0],
+)  # fmt: skip
+
 
 @pytest.mark.parametrize("how", ["fp32", "bf16"])
-@pytest.mark.parametrize("config", [EXPERTS, Gemma3TextConfig(**SIZES, sliding_window=64)], ids=["experts", "norms"])
+@pytest.mark.parametrize(
+    "config", [EXPERTS, SHARED, Gemma3TextConfig(**SIZES, sliding_window=64)], ids=["experts", "shared", "norms"]
+)
 def test_what_lora_adds_to_experts_and_further_norms_are_counted(config: PreTrainedConfig, how: str) -> None:
     run = run_config({**LORA, "target_modules": "all-linear"}, precision=how)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if how == "bf16" else torch.float32)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import transformers as hf
 from peft import PeftModel
-from tiny_models import SIZES, VOCABULARY
+from tiny_models import SIZES, VOCABULARY, tiny_model
 from tiny_recurrent import RECURRENT_MODELS, recurrent_model
 from tiny_runs import make_config, make_data, make_segments
 from torch import nn
@@ -167,6 +167,16 @@ def test_all_linear_layers_are_adapted_beside_experts_and_routers_where_they_are
     linear = linear_names(with_experts(name))
     assert adapted_names(with_experts(name)) == linear | {"mlp.experts", "mlp.gate"}
     assert adapted_names(with_experts(name), train_routers=False) == linear | {"mlp.experts"}
+
+
+def test_experts_that_no_name_means_are_told() -> None:
+    for name, told in (("gpt_oss", ["down_proj", "gate_up_proj"]), ("qwen3_moe", [])):
+        model = with_experts(name) if name != "gpt_oss" else tiny_model(name)
+        section = AdapterConfig(type=AdapterType.LORA, r=2)
+        apply_adapter(cast(Any, model), section)
+        found = left_out(cast(Any, model), section)
+        assert len(found) == bool(told) and all(f"mlp.experts.{each}" in found[0] for each in told)
+        assert not found or "adapter.target_parameters names them" in found[0]
 
 
 def test_names_of_experts_mean_all_layers_of_these_names_and_patterns_what_they_match() -> None:

@@ -72,8 +72,8 @@ class ModelShape:
     is_single                whether weights that are not quantized are kept in 32 bits
     largest_quantized        numbers of the largest quantized weight, which is whole while it computes; 0: there is none
     kept_whole               numbers of all quantized weights, where autograd keeps them whole for the backward pass
-    made_anew                numbers of experts' weights in one tensor that LoRA changes: PEFT adds up both each time,
-                             and autograd keeps the sum
+    made_anew                numbers of the weights that LoRA changes and not the layers: experts' in one tensor, and
+                             those named like them. PEFT adds up both each time, and autograd keeps the sum
     read_by_experts          numbers that these are multiplied with, for each token in all layers
     trains_norms             whether norms are trained, which keeps what they multiply
     norms                    norms of the residual stream in a layer
@@ -152,7 +152,7 @@ def shape_of(
         raise ModelError(f"the shape of {type(model).__name__} is not known: {error}") from error
     said: Mapping[str, Any] = config.to_dict()
     head_width = said.get("head_dim") or width // heads
-    active = _share_of_experts(said)
+    active, experts = _share_of_experts(said), int(said.get("num_experts_per_tok") or 1)
     table = (int(config.vocab_size), int(width))
     everything = list(model.named_parameters())
     whole = [one for _, one in everything if not (one.requires_grad and quantized) and id(one) not in quantized]
@@ -170,7 +170,7 @@ def shape_of(
         is_single=sum(map(_num_bytes, whole)) > 3 * sum(one.numel() for one in whole),
         kept_whole=sum(one.numel() for _, one in everything if id(one) in quantized) if keeps_whole else 0,
         made_anew=sum(one.numel() for one, _ in fused),
-        read_by_experts=sum(inputs for _, inputs in fused) * int(said.get("num_experts_per_tok") or 1),
+        read_by_experts=sum(inputs * (experts if one.ndim > 2 else 1) for one, inputs in fused),
         trains_norms=any(one.requires_grad and one.ndim == 1 and "norm" in name for name, one in everything),
         largest_quantized=max((one.numel() for _, one in everything if id(one) in quantized), default=0),
         gradient_bytes=sum(_num_bytes(one) for _, one in everything if one.requires_grad),
@@ -200,7 +200,8 @@ def _adapted(model: PreTrainedModel) -> Iterator[tuple[str, int, int, int]]:
 
 
 def _fused(model: PreTrainedModel) -> Iterator[tuple[torch.Tensor, int]]:
-    """Experts' weights in one tensor that a LoRA is beside, and how many inputs one of them has."""
+    """Weights that a LoRA is beside which PEFT adds to them each time, experts' in one tensor among them, and how many
+    inputs one of them has."""
     from peft.tuners.lora.layer import ParamWrapper
 
     for module in model.modules():
@@ -224,9 +225,16 @@ def _share_of_experts(said: Mapping[str, Any]) -> float:
 
 
 def _feed_forward(said: Mapping[str, Any], width: int) -> int:
-    if said.get("moe_intermediate_size") and said.get("num_experts_per_tok"):
-        return int(said["moe_intermediate_size"]) * int(said["num_experts_per_tok"])
-    return int(said.get("intermediate_size") or 4 * width) * int(said.get("num_experts_per_tok") or 1)
+    """Numbers between the matrices of a layer's feed-forward part, for each token: of those experts that it goes
+    through, shared ones among them. A mean over layers, some of which may have no experts."""
+    chosen = int(said.get("num_experts_per_tok") or 1)
+    whole = int(said.get("intermediate_size") or 4 * width)
+    if not (said.get("moe_intermediate_size") and said.get("num_experts_per_tok")):
+        return whole * chosen
+    one, layers = int(said["moe_intermediate_size"]), int(said["num_hidden_layers"])
+    shared = int(said.get("shared_expert_intermediate_size") or one * int(said.get("n_shared_experts") or 0))
+    dense = min(layers, int(said.get("first_k_dense_replace") or len(said.get("mlp_only_layers") or ())))
+    return (dense * whole + (layers - dense) * (one * chosen + shared)) // layers
 
 
 def _windows(said: Mapping[str, Any], layers: int) -> Iterator[int | None]:
