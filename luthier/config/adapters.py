@@ -39,7 +39,6 @@ DECIDED_BEFORE = (
 
 
 FROM_BASE_AND_ROWS = ("corda", "lora_ga")
-_SAVED_AS_PLAIN = ("pissa", "olora", *FROM_BASE_AND_ROWS)
 MUTATING = ("pissa", "olora", *FROM_BASE_AND_ROWS)  # first values that are a part of the base weights, moved
 
 
@@ -132,7 +131,7 @@ def _saved_as_plain_lora(draft: Draft) -> Iterator[Problem]:
         )
         yield draft.problem("adapter.init_lora_weights", what, "keep one: use_dora: false, or init_lora_weights: true")
     pattern = next((f"adapter.{key}" for key in ("rank_pattern", "alpha_pattern") if getattr(adapter, key)), None)
-    if adapter.use_rslora and pattern and str(adapter.init_lora_weights).startswith(_SAVED_AS_PLAIN):
+    if adapter.use_rslora and pattern and str(adapter.init_lora_weights).startswith(MUTATING):
         what = (
             f"{adapter.init_lora_weights} is saved as a LoRA of twice the rank, which PEFT does not make with both "
             f"{draft.cite('adapter.use_rslora')} and {draft.cite(pattern)}"

@@ -1,5 +1,5 @@
-"""Which layers get an adapter: what ``adapter.target_modules`` names, without layers where nothing would hear one, and
-with those that PEFT would leave out as it takes their names for experts.
+"""Which layers get an adapter: those that ``adapter.target_modules`` names, but for layers where it would have no
+effect. Layers that PEFT would leave out, as it takes their names for those of experts, get one too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from luthier.config.adapters import REGEX
+from luthier.config.adapters import FROM_BASE_AND_ROWS, REGEX
 from luthier.config.choices import AdapterType
 from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
@@ -40,9 +40,10 @@ def left_out(model: PreTrainedModel, section: AdapterConfig) -> list[str]:
         if weight.ndim > 2 and ".experts." in name and "base_layer" not in name and not weight.requires_grad
     ]
     is_all = section.type is AdapterType.LORA and section.target_modules == [ALL_LINEAR]
+    uncalled = [name for name in unheard if parts.of(name) in section.train_parts]
     found = {
         "experts in one tensor: adapter.target_parameters names them": experts if is_all else [],
-        "the model reads their weights past them": [each for each in unheard if parts.of(each) in section.train_parts],
+        "the model takes their weights without calling these layers": uncalled,
         "PEFT takes their names for the experts of a layer, and adapts no quantized weight beside these": unknown,
     }
     return [f"{', '.join(collapse(names))} ({why})" for why, names in found.items() if names]
@@ -99,7 +100,7 @@ def targeted(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) 
         if matched and unheard.issuperset(matched):
             raise ModelError(
                 f"adapter.target_modules: {pattern!r} names {', '.join(collapse(matched))}, whose weights the model "
-                "reads past them, so that an adapter there is not heard",
+                "takes without calling these layers: an adapter there would have no effect",
                 hint="name other modules, or train these whole (adapter.modules_to_save)",
             )
         if not matched and not (is_lora and _is_of_experts(model, pattern)):
@@ -178,7 +179,8 @@ def adapt_experts(settings: LoraConfig, model: PreTrainedModel, section: Adapter
     """Complete what PEFT is told to adapt by the layers whose names it takes for experts, where they are meant; without
     routers, where these are not trained.
 
-    Raises `ModelError` for patterns that name a part of one tensor, or such layers with quantized weights.
+    Raises `ModelError` for patterns that name a part of one tensor, such layers with quantized weights, or nothing that
+    is trained, and for first values that are found for layers alone.
     """
     named = _meant_like_experts(model, section, parts)
     whole = [name for name in named if _is_whole_weight(model.get_submodule(name))]
@@ -199,6 +201,17 @@ def adapt_experts(settings: LoraConfig, model: PreTrainedModel, section: Adapter
     if not section.train_routers:
         routers = [f".{name}.weight" for name in frozen_routers(model)]
         parameters = {each for each in parameters if not any(name.endswith(f".{each}") for name in routers)}
+    if not parameters and not settings.target_modules:
+        raise ModelError(
+            "adapter.target_modules: it names routers alone, and adapter.train_routers is false",
+            hint="name other layers, or set adapter.train_routers: true",
+        )
+    if parameters and section.init_lora_weights in ("eva", *FROM_BASE_AND_ROWS):
+        raise ModelError(
+            f"adapter.init_lora_weights is {section.init_lora_weights}, which looks at the inputs of linear layers; "
+            "PEFT adapts the experts of a layer, and layers named like them, as tensors",
+            hint="set adapter.init_lora_weights: true, or name other layers in adapter.target_modules, as q_proj",
+        )
     settings.target_parameters = sorted(parameters) or None
     for pattern in (settings.rank_pattern, settings.alpha_pattern) if whole else ():
         pattern.update({rf"{name}\.weight": value for name, value in pattern.items() if not name.startswith(".*")})

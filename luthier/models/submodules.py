@@ -58,9 +58,10 @@ _READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\[|\.(?:device|dtype|is_\w+|ndim|
 
 
 def read_past(model: nn.Module) -> list[str]:
-    """Names of the linear modules whose weights are read by the module that holds them, in some pass at least, and not
-    by their own: the time steps of Jamba, the output of Mamba's mixers (by kernels) and of torch's attention, the
-    corrections of Gemma 3n. No adapter beside such a weight is heard, and a packed weight is no matrix for its reader.
+    """Names of the linear layers that are not called, in some pass at least: the module that holds one takes its weight
+    and multiplies by it. Such are the time steps of Jamba, the output of Mamba's mixers (its kernels take the weight)
+    and of torch's attention, and the corrections of Gemma 3n. An adapter beside one has no effect, and a quantized
+    weight is no matrix to multiply by.
     """
     return [
         f"{name}.{child}" if name else child

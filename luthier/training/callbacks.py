@@ -133,8 +133,8 @@ class AnsweringBetween(TrainerCallback):  # type: ignore[misc]
 
 
 class Unreached(TrainerCallback):  # type: ignore[misc]
-    """Tells once which trained weights no loss has reached in the first steps: layers that the model does not use, and
-    adapters beside weights that it reads past them."""
+    """Tells once which trained weights had no gradient in the first steps: those of layers that the model does not use,
+    and adapters of layers that it does not call."""
 
     STEPS = 10
 
@@ -160,8 +160,9 @@ class Unreached(TrainerCallback):  # type: ignore[misc]
             more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
             self.tell(
                 Note(
-                    text=f"model: in {counted(done, 'step')} no loss has reached {counted(len(self.left), 'weight')} "
-                    f"that are trained: {', '.join(names[:8])}{more} (N: layers). They stay as they are until one does"
+                    text=f"model: in {counted(done, 'step')} no loss has reached "
+                    f"{counted(len(self.left), 'trained weight')}: {', '.join(names[:8])}{more} (N: numbers). "
+                    "Until one does, nothing is learned there"
                 )
             )
 

@@ -94,7 +94,7 @@ def test_an_adapter_begins_as_the_model_and_all_of_it_is_heard(name: str, keys: 
     with torch.no_grad():
         before = model(input_ids=IDS, use_cache=False).logits
     told = ", ".join(collapse(read_past(model)))
-    assert left_out(model, section) == [f"{told} (the model reads their weights past them)"]
+    assert left_out(model, section) == [f"{told} (the model takes their weights without calling these layers)"]
     adapted: Any = apply_adapter(model, section).train()
     with torch.no_grad():
         torch.testing.assert_close(adapted(input_ids=IDS, use_cache=False).logits, before, rtol=1e-3, atol=1e-3)
@@ -106,7 +106,7 @@ def test_an_adapter_begins_as_the_model_and_all_of_it_is_heard(name: str, keys: 
 
 
 def test_a_pattern_that_names_nothing_else_is_refused_and_others_go_on_without() -> None:
-    with pytest.raises(ModelError, match=r"'dt_proj' names model\.layers\.N\.mamba\.dt_proj.*not heard"):
+    with pytest.raises(ModelError, match=r"'dt_proj' names model\.layers\.N\.mamba\.dt_proj.*no effect"):
         apply_adapter(tiny("jamba"), AdapterConfig(type=AdapterType.LORA, target_modules=["dt_proj"]))
     adapted = apply_adapter(tiny("jamba"), AdapterConfig(type=AdapterType.LORA, target_modules=["mamba.*"]))
     trained = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
@@ -232,6 +232,32 @@ def test_beside_quantized_weights_such_layers_are_left_out_and_told_or_refused(t
         assert all(f"mlp.shared_experts.{each}" in told and f"N.mlp.{each}" in told for each in NAMES)
     with pytest.raises(ModelError, match=r"names of model\.layers\.N\.mlp\.shared_experts\.gate_proj"):
         apply_adapter(loaded(), AdapterConfig(type=AdapterType.LORA, target_modules=["shared_experts.*"]))
+
+
+@pytest.mark.parametrize("start", ["eva", "corda", "lora_ga"])
+def test_first_values_of_layers_are_not_for_experts(start: str) -> None:
+    with pytest.raises(ModelError, match=rf"init_lora_weights is {start}(.|\n)*name other layers"):
+        adapted_names(with_experts("deepseek_v3"), init_lora_weights=start)
+    own = adapted_names(with_experts("deepseek_v3"), init_lora_weights=start, target_modules=["q_a_proj"])
+    assert own == {"self_attn.q_a_proj"}
+
+
+def test_routers_alone_are_refused_where_they_are_not_trained() -> None:
+    assert adapted_names(with_experts("deepseek_v3"), target_modules=["gate"]) == {"mlp.gate"}
+    with pytest.raises(ModelError, match="names routers alone"):
+        adapted_names(with_experts("deepseek_v3"), target_modules=["gate"], train_routers=False)
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_shared_experts_begin_as_the_model_where_the_base_is_changed(start: str) -> None:
+    model = with_experts("deepseek_v3").eval()
+    with torch.no_grad():
+        before = model(input_ids=IDS, use_cache=False).logits
+        keys: dict[str, Any] = {"target_modules": ["shared_experts.*"], "init_lora_weights": start}
+        adapted: Any = apply_adapter(model, AdapterConfig(type=AdapterType.LORA, r=2, **keys)).eval()
+        torch.testing.assert_close(adapted(input_ids=IDS, use_cache=False).logits, before, rtol=1e-4, atol=1e-4)
+    begun = [weight.detach().abs().max() for name, weight in adapted.named_parameters() if "lora_B" in name]
+    assert begun and min(begun) > 0.01
 
 
 @pytest.mark.parametrize(("keys", "told"), [({"lora_dropout": 0.1}, "lora_dropout"), ({"use_dora": True}, "use_dora")])
