@@ -64,7 +64,7 @@ def plan_windows(segment: Segment, *, max_length: int, overflow: Overflow) -> li
     target, address = segment.target, segment.address
     assert max_length >= 1, f"max_length must be positive, got {max_length}"
     if len(target) <= max_length:
-        return [_window(target, 0, len(target), open_end=False)]
+        return [_window(target, 0, len(target))]
     match overflow:
         case Overflow.ERROR:
             raise UserError(
@@ -77,7 +77,7 @@ def plan_windows(segment: Segment, *, max_length: int, overflow: Overflow) -> li
             )
         case Overflow.TRUNCATE:
             stop = _before_media(segment.media, max_length)
-            return [_window(target, 0, stop, open_end=_inside_answer(target, stop))]
+            return [_window(target, 0, stop)]
         case Overflow.SPLIT:
             return [] if any(item.length > max_length for item in segment.media) else _split(segment, max_length)
         case _:
@@ -104,7 +104,7 @@ def _split(segment: Segment, max_length: int) -> list[SegmentCut]:
     num_tokens = len(target)
     if target[1:].all():  # a document: windows one behind the other
         starts = range(0, num_tokens, max_length)
-        return [_window(target, start, min(start + max_length, num_tokens), open_end=False) for start in starts]
+        return [_window(target, start, min(start + max_length, num_tokens), is_text=True) for start in starts]
     # stops[i]: an answer's last target is at stops[i] - 1, so a window may end there
     stops = np.flatnonzero(target[:-1] & ~target[1:]) + 1
     windows = []
@@ -117,12 +117,14 @@ def _split(segment: Segment, max_length: int) -> list[SegmentCut]:
             last = int(np.searchsorted(stops, limit, side="right")) - 1
             # [q q A A q q q | A A]: the cut goes behind the second A, not to the limit
             stop = int(stops[last]) if last >= 0 and stops[last] > start else _before_media(segment.media, limit)
-        windows.append(_window(target, start, stop, open_end=_inside_answer(target, stop)))
+        windows.append(_window(target, start, stop))
         start = stop
     return windows
 
 
-def _window(target: NDArray[np.bool_], start: int, stop: int, *, open_end: bool) -> SegmentCut:
+def _window(target: NDArray[np.bool_], start: int, stop: int, *, is_text: bool = False) -> SegmentCut:
+    """A window; its end is open where the cut goes through an answer. ``is_text``: all is learned, answers are none."""
+    open_end = not is_text and bool(stop < len(target) and target[stop - 1] and target[stop])
     num_targets = int(np.count_nonzero(_trim(target[start:stop], open_end=open_end)))
     return SegmentCut(start=start, stop=stop, open_end=open_end, num_targets=num_targets)
 
@@ -138,10 +140,6 @@ def _trim(target: NDArray[np.bool_], *, open_end: bool) -> NDArray[np.bool_]:
 def _before_media(media: Sequence[MediaItem], stop: int) -> int:
     """The cut, or the beginning of the item that it would go through."""
     return next((item.start for item in media if item.start < stop < item.start + item.length), stop)
-
-
-def _inside_answer(target: NDArray[np.bool_], stop: int) -> bool:
-    return bool(stop < len(target) and target[stop - 1] and target[stop])
 
 
 def _no_target(num_tokens: int, max_length: int) -> str:

@@ -30,14 +30,9 @@ SHORTEST_REPEATED = 8  # characters; shorter ones may well stand in a call besid
 MOST_WAYS = 64  # to find the texts of an answer beside calls, where they are short words
 _HOLE = "\0"  # where a text of the row was
 _MARKUP = r"</?[\w|:.▁｜-]{1,40}>|\[/?[A-Z_]{2,40}\]|◁/?\w{1,40}▷"
-_TAG = re.compile(_MARKUP)
+TAG = re.compile(_MARKUP)
 _WORD = re.compile(r"\w+")
 _NAME = re.compile(r"\s*\w+\n")  # <|channel>thought\n
-
-
-def tags_in(literals: str) -> set[str]:
-    """Tags in the text that a template writes or looks for."""
-    return set(_TAG.findall(literals))
 
 
 def require_answer(
@@ -61,7 +56,7 @@ def require_answer(
     thought = _text_of(message, Thinking)
     answer = _text_of(message, Text)
     calls = [part for part in message.parts if isinstance(part, ToolCall)]
-    if answer not in learned and _TAG.match(answer):  # a template may lay the thought in a text out anew
+    if answer not in learned and TAG.match(answer):  # a template may lay the thought in a text out anew
         around_tags = re.compile(rf"\s*({_MARKUP})\s*")
         learned, thought, answer = (around_tags.sub(r"\1", text) for text in (learned, thought, answer))
     marks = [(start, end) for start, end, _ in _marks(learned, control)]
@@ -150,7 +145,11 @@ def _require_closed(
     num_before = len(holes) - has_answer
     begin = holes[num_before - 1][1] if num_before else 0
     if not closing:
-        opened = [tag for tag in _TAG.finditer(learned, 0, stop) if is_of_thought(tag[0]) and not _is_in(tag, holes)]
+        opened = [
+            tag
+            for tag in TAG.finditer(learned, 0, stop)
+            if is_of_thought(tag[0]) and not any(first <= tag.start() < last for first, last in holes)
+        ]
         closings = closings_of(opened[-1][0]) if opened else []
         begin = max(begin, opened[-1].end()) if opened else begin
         closing = next((tag for tag in closings if tag in learned[begin:]), "")
@@ -162,10 +161,6 @@ def _require_closed(
             "leaves text as it is",
             field=field,
         )
-
-
-def _is_in(tag: re.Match[str], holes: Sequence[tuple[int, int]]) -> bool:
-    return any(start <= tag.start() < stop for start, stop in holes)
 
 
 def _refuse_added(added: str, texts: Sequence[str], rest: str, field: str) -> Never:
@@ -370,7 +365,7 @@ def _marks(rest: str, control: ControlTokens) -> list[tuple[int, int, bool]]:
     """Control tokens and tags in a text: where each begins and ends, and whether it is a control token."""
     known = [(start, end, True) for start, end, _ in control.find(rest)]
     taken = {place for start, end, _ in known for place in range(start, end)}
-    tags = [(*found.span(), False) for found in _TAG.finditer(rest) if not taken.intersection(range(*found.span()))]
+    tags = [(*found.span(), False) for found in TAG.finditer(rest) if not taken.intersection(range(*found.span()))]
     return sorted([*known, *tags])
 
 

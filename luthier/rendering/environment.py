@@ -38,6 +38,7 @@ from luthier.rendering.tracked import (
     Marked,
     RowValue,
     Tracked,
+    cased,
     concatenate,
     is_own,
     own_text,
@@ -224,7 +225,8 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., obje
 
     def title(value: object) -> Tracked:
         titled = text(value)
-        return settled(jinja_filters.do_title(titled), trace_of()) if titled._is_own else titled._case(_title)
+        do_title = jinja_filters.do_title
+        return settled(do_title(titled), trace_of()) if titled._is_own else cased(do_title)(titled)
 
     def indent(value: object, width: int | str = 4, first: bool = False, blank: bool = False) -> Tracked:
         newline = own_text("\n", trace_of())
@@ -313,10 +315,6 @@ def _reading(function: Any, trace_of: Callable[[], Trace]) -> Callable[..., obje
 
 def _of_type(function: Any) -> Callable[[object], bool]:
     return lambda value: bool(function(value.sample if isinstance(value, Followed) else unmarked(value)))
-
-
-def _title(text: str) -> str:
-    return jinja_filters.do_title(str.__str__(text))
 
 
 def _escaped(value: object, trace: Trace) -> Tracked:

@@ -57,17 +57,15 @@ class ControlTokens:
         """How often each control string stands in some texts."""
         text = "\0".join(texts)
         # far quicker than to look for each of them
-        if not any(first in text for first in self._firsts) or not any(stem in text for stem in self._stems):
+        firsts, stems = self._beginnings
+        if not any(first in text for first in firsts) or not any(stem in text for stem in stems):
             return {}
         return Counter(token for _, _, token in self.find(text))
 
     @cached_property
-    def _firsts(self) -> frozenset[str]:
-        return frozenset(token[:1] for token in self.tokens)
-
-    @cached_property
-    def _stems(self) -> frozenset[str]:
-        return frozenset(token[:2] for token in self.tokens)
+    def _beginnings(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The first characters of all tokens, and their first two."""
+        return frozenset(token[:1] for token in self.tokens), frozenset(token[:2] for token in self.tokens)
 
     def without(self, text: str) -> str:
         """The text with no control string left in it."""
@@ -423,10 +421,6 @@ def is_media(part: object) -> bool:
 def media_of(messages: Iterable[Message]) -> tuple[Media, ...]:
     """The media of some messages, in order."""
     return tuple([part for message in messages for part in message.parts if type(part) in KINDS])  # type: ignore[misc]
-
-
-def media_of_parts(parts: Iterable[Part]) -> tuple[Media, ...]:
-    return tuple([part for part in parts if type(part) in KINDS])  # type: ignore[misc]
 
 
 def place_media(sketch: str, messages: Sequence[Message], slots: MediaSlots) -> dict[int, int]:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Never
 
-import msgspec
-
 from luthier import records
 from luthier.config.choices import RowKind, TrainOn
 from luthier.errors import RowError
@@ -125,11 +123,6 @@ def _refuse_blank(row: ComparedRow) -> None:
 def as_question(row: records.Conversation) -> records.Conversation:
     """A conversation that ends before an answer as a history to be answered; others stay what they are."""
     return replace(row, add_generation_prompt=True) if row.messages[-1].role in ("user", "tool") else row
-
-
-def for_rewards(row: records.Conversation) -> str:
-    """What judges the answers to a row may read of it (`Sample.for_rewards`)."""
-    return msgspec.json.encode({"expected": row.expected, "columns": row.columns}).decode()
 
 
 def nothing_learned(row: records.Conversation, train_on: TrainOn) -> str:

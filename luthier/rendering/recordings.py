@@ -240,7 +240,7 @@ class Recordings:
     are not followed: their text is encoded but once. ``num_chars`` are those of all sketches that are kept.
     """
 
-    alphabet: text_references.Alphabet = field(default_factory=text_references.Alphabet.empty)
+    alphabet: text_references.Alphabet = field(default_factory=text_references.Alphabet)
     known: dict[Hashable, list[Recording]] = field(default_factory=dict)
     follows_numbers: bool = True
     follows_tools: bool = True

@@ -13,19 +13,20 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 
+import msgspec
+
 from luthier import records
 from luthier.config.choices import HistoryRendering, RowKind, TrainOn
 from luthier.errors import RowDropped, RowError, TemplateError
 from luthier.presets.named_templates import named_template, named_templates, stop_tokens
 from luthier.rendering import other_rows
-from luthier.rendering.answers import require_answer, tags_in
+from luthier.rendering.answers import TAG, require_answer
 from luthier.rendering.blueprint import CONTROL_STRING, UNASKED, Blueprint, Filled, build_blueprint
 from luthier.rendering.messages import (
     ControlTokens,
     MediaSlots,
     SlotsOnDemand,
     media_of,
-    media_of_parts,
     message_strings,
     no_slots,
     thoughts_of,
@@ -100,7 +101,8 @@ class Renderer:
                 if kind is not RowKind.QUESTION:
                     return self._conversation(self._prepared(row, template), template)
                 filled = self._conversation(self._prepared(other_rows.as_question(row), template), template)
-                return replace(filled, for_rewards=other_rows.for_rewards(row))
+                told = {"expected": row.expected, "columns": row.columns}  # `Sample.for_rewards`
+                return replace(filled, for_rewards=msgspec.json.encode(told).decode())
             case records.Document(), RowKind.ANSWER | RowKind.QUESTION:
                 return self._document(row)
             case (records.Preference() as compared, RowKind.PAIR) | (records.Feedback() as compared, RowKind.VERDICT):
@@ -111,7 +113,9 @@ class Renderer:
     def _document(self, document: records.Document) -> Filled:
         document = apply_rules(document, self.policy.rules)
         shape = other_rows.document_shape(document)
-        media = media_of_parts(document.parts)
+        media = tuple(
+            part for part in document.parts if isinstance(part, records.Image | records.Video | records.Audio)
+        )
         if not any(shape.weights):
             raise RowDropped("no_target", "nothing of this text is trained")
         slots = self._media.for_media(media)
@@ -372,7 +376,7 @@ class Renderer:
     def _touches_tags(self, template: ChatTemplate, strings: Sequence[str]) -> bool:
         """Whether a row's texts hold control strings, or tags that the template looks for or writes."""
         if self._tags is None:
-            self._tags = ControlTokens(tokens=self.control.tokens | tags_in(template.literals))
+            self._tags = ControlTokens(tokens=self.control.tokens.union(TAG.findall(template.literals)))
         return bool(self._tags.count(strings))
 
     def _require_shape(

@@ -174,15 +174,11 @@ class Alphabet:
     text, and ``derived`` those of what operations make of a character: each as soon as it has been asked for.
     """
 
-    references: list[TextReference]
-    chars: dict[TextReference, str]
+    references: list[TextReference] = field(default_factory=list)
+    chars: dict[TextReference, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     fixed: dict[str, str] = field(default_factory=dict)
     derived: dict[tuple[str, Operation], str] = field(default_factory=dict)
-
-    @classmethod
-    def empty(cls) -> Alphabet:
-        return cls([], {})
 
     def char(self, reference: TextReference) -> str:
         """The character of a reference. Raises `AlphabetFull` when there is none left."""

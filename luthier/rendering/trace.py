@@ -110,7 +110,7 @@ class Owner:
 class Trace:
     """What is known of one row's strings, and the state of the run of a template over it that goes on now."""
 
-    alphabet: Alphabet = field(default_factory=Alphabet.empty)
+    alphabet: Alphabet = field(default_factory=Alphabet)
     strings: list[str] = field(default_factory=list)  # those of the row, in the order in which they were marked
     message_of: dict[int, int] = field(default_factory=dict)  # id(message dict) -> index
     owners: list[Owner] = field(default_factory=lambda: [Owner()])
@@ -174,7 +174,7 @@ class Trace:
         assert question in QUESTIONS, question
         if self.is_marking or not any(map(has_reference, sketches)):
             return
-        if any(map(self._may_change, references_in(*sketches))):
+        if any(isinstance(self.alphabet.reference(char), Slot | Constant) for char in references_in(*sketches)):
             self.guards[Guard(question, sketches, tuple(arguments), answer)] = None
 
     @property
@@ -201,9 +201,6 @@ class Trace:
     def is_own(self, owners: str) -> bool:
         """Whether text with these owners is the template's own."""
         return all(self.owners[ord(owner)].field is None for owner in set(owners))
-
-    def _may_change(self, char: str) -> bool:
-        return isinstance(self.alphabet.reference(char), Slot | Constant)
 
     def stamp(self, owners: str) -> str:
         """The owners of text that is printed now: whatever has no scope yet gets the present one."""

@@ -31,6 +31,18 @@ class LostProvenance(Exception):
     """A template did something to content whose characters can no longer be traced."""
 
 
+def cased(change: Callable[[str], str]) -> Callable[[Tracked], Tracked]:
+    """A method that changes the case of a text, as ``change`` does of a plain one."""
+
+    def changed(self: Tracked) -> Tracked:
+        text = change(str.__str__(self))
+        if str.__len__(text) != str.__len__(self):  # 'ß'.upper() is 'SS'
+            refuse("change of case that changes the length")
+        return self._fixed(text, self._pinned()._shadow)
+
+    return changed
+
+
 class Tracked(Questioned):
     """Text with a sketch. Compares, hashes and tests like the plain string it is, and the trace hears of it."""
 
@@ -162,29 +174,8 @@ class Tracked(Questioned):
         whole = self._fixed(str.__str__(self), self._pinned()._shadow)
         return traced(new, self._trace).join(whole.split(plain(old), count))
 
-    def lower(self) -> Tracked:
-        return self._case(str.lower)
-
-    def upper(self) -> Tracked:
-        return self._case(str.upper)
-
-    def capitalize(self) -> Tracked:
-        return self._case(str.capitalize)
-
-    def title(self) -> Tracked:
-        return self._case(str.title)
-
-    def swapcase(self) -> Tracked:
-        return self._case(str.swapcase)
-
-    def casefold(self) -> Tracked:
-        return self._case(str.casefold)
-
-    def _case(self, change: Callable[[str], str]) -> Tracked:
-        text = change(self)
-        if str.__len__(text) != str.__len__(self):  # 'ß'.upper() is 'SS'
-            refuse("change of case that changes the length")
-        return self._fixed(text, self._pinned()._shadow)
+    lower, upper, casefold = cased(str.lower), cased(str.upper), cased(str.casefold)
+    title, capitalize, swapcase = cased(str.title), cased(str.capitalize), cased(str.swapcase)
 
     # -------------------------------------------------------------------------------------- the shadow of a text
 

@@ -275,8 +275,8 @@ def test_a_block_that_escapes_what_it_prints_is_refused_with_its_line(mode: str)
     inner = "{% autoescape MODE %}{{ message.content }}{% endautoescape %}"
     source = "{% for message in messages %}\n<|im_start|>" + inner + "<|im_end|>{% endfor %}"
     with refused(RowError, "untraceable", "line 2", "autoescape"):
-        ChatTemplate(source.replace("MODE", mode)).record(ROWS[0].messages, alphabet=Alphabet.empty())
-    ChatTemplate(source.replace("MODE", "false")).record(ROWS[0].messages, alphabet=Alphabet.empty())
+        ChatTemplate(source.replace("MODE", mode)).record(ROWS[0].messages, alphabet=Alphabet())
+    ChatTemplate(source.replace("MODE", "false")).record(ROWS[0].messages, alphabet=Alphabet())
 
 
 @pytest.mark.parametrize(
@@ -348,4 +348,4 @@ def test_constants_and_numbers_of_a_row_are_to_a_template_what_they_are(expressi
     row = conversation(user("go"), assistant("a ", call), user("and"), assistant("b"))
     template = ChatTemplate(source)
     assert f"a {printed}<|im_end|>" in template.render(row.messages)
-    template.record(row.messages, alphabet=Alphabet.empty())  # raises where it is otherwise when followed
+    template.record(row.messages, alphabet=Alphabet())  # raises where it is otherwise when followed

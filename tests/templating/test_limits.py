@@ -33,7 +33,7 @@ def test_a_bomb_ends_soon_with_the_limit_and_its_place(name: str) -> None:
     began, memory = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises((TemplateError, RowError) if name in REFUSED_ROW else TemplateError) as refused:
         template = ChatTemplate(BOMBS[name], settings=TemplateSettings(limits=LIMITS))
-        template.record(ROW, alphabet=Alphabet.empty())
+        template.record(ROW, alphabet=Alphabet())
     if isinstance(refused.value, TemplateError):
         assert refused.value.message.startswith("chat template, ")
         assert refused.value.hint
@@ -98,7 +98,7 @@ def test_a_template_is_read_once_and_each_environment_keeps_its_own_limits_and_t
     for limits in (TemplateLimits(max_steps=100), TemplateLimits(max_source_chars=20)):
         with pytest.raises(TemplateError):
             ChatTemplate(source, settings=TemplateSettings(limits=limits)).render(ROW)
-    assert first.record(ROW, alphabet=Alphabet.empty()).sketch == "2020"
+    assert first.record(ROW, alphabet=Alphabet()).sketch == "2020"
 
 
 def test_a_large_row_is_put_aside_where_a_small_one_stops_the_run() -> None:
