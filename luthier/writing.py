@@ -43,6 +43,11 @@ def shortened(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
+def quoted(text: str) -> str:
+    """A text as messages quote it: its first 60 characters, with what cannot be seen as Python writes it."""
+    return repr(text if len(text) <= 60 else f"{text[:60]}…")
+
+
 def printable(text: str) -> str:
     """The text with every character that could steer a terminal, or turn what is read around, written as ``\\u001b``.
 

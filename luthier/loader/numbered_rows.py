@@ -204,7 +204,7 @@ class RowTable:
 
     def _add_completions(self, places: Places, members: Ints, settings: PlanSettings, epoch: int) -> None:
         """Every second place becomes the prompt with the completion that this epoch draws for it."""
-        partners = _partners(len(self) // 2, settings.seed, epoch)
+        partners = _partners(len(self) // 2, seed=settings.seed, epoch=epoch)
         theirs = self.places(2 * partners[members[1::2] // 2])
         drawn = places[1::2]
         prompt_in_leaf = theirs["prompt"] + theirs["start"] - theirs["head"]
@@ -337,6 +337,4 @@ def _short(keys: NDArray[np.uint8]) -> NDArray[np.uint64]:
     return found
 
 
-@lru_cache(maxsize=2)  # an epoch, and the next where one ends
-def _partners(num_rows: int, seed: int, epoch: int) -> Ints:
-    return draw_partners(num_rows, seed=seed, epoch=epoch)
+_partners = lru_cache(maxsize=2)(draw_partners)  # an epoch, and the next where one ends

@@ -165,8 +165,8 @@ class WindowPacker:
         rng = np.random.Generator(np.random.PCG64([self.settings.seed, self.epoch, self.num_windows + 1]))
         coming = _Waiting.join(self._coming)
         take = self._split if self.settings.packing is Packing.SPLIT else self._pack
-        planned, members, num_used = take(coming.part(0, size), rng, last)
-        self._coming = [coming.part(num_used, len(coming.ids))]
+        planned, members, num_used = take(coming.at(slice(size)), rng, last)
+        self._coming = [coming.at(slice(num_used, None))]
         self._num_coming -= num_used
         self._num_coming_tokens -= int(coming.lengths[:num_used].sum())
         self._num_left = size - num_used
@@ -253,10 +253,7 @@ class _Waiting:
         ids, lengths, extra_costs = (np.concatenate(column) for column in columns)
         return cls(ids, lengths, extra_costs)
 
-    def part(self, start: int, stop: int) -> _Waiting:
-        return _Waiting(self.ids[start:stop], self.lengths[start:stop], self.extra_costs[start:stop])
-
-    def at(self, places: Ints) -> _Waiting:
+    def at(self, places: Ints | slice) -> _Waiting:
         return _Waiting(self.ids[places], self.lengths[places], self.extra_costs[places])
 
 

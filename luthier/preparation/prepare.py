@@ -283,7 +283,12 @@ def _results(ray: Any, units: WorkUnits, resolver: Resolver) -> Iterator[bytes]:
                 under_way[actor.resolve.remote(number, identity)] = number, actor
             finished, _ = ray.wait(list(under_way), num_returns=1, timeout=PATIENCE)
             if not finished:
-                raise _stuck(under_way[next(iter(under_way))][0], len(units.units))
+                number = under_way[next(iter(under_way))][0]
+                raise UserError(
+                    f"the Ray cluster has finished no part for {PATIENCE:g} s; it is at part {number + 1} of "
+                    f"{len(units.units)}",
+                    hint="`ray status` says which machines and CPUs it has, and `ray list actors` which processes live",
+                )
             number, actor = under_way.pop(finished[0])
             free.append(actor)
             told = _result(ray, finished[0])
@@ -293,13 +298,6 @@ def _results(ray: Any, units: WorkUnits, resolver: Resolver) -> Iterator[bytes]:
             source = units.units[number].source
             resolver.count(encoded=told.num_encoded, reused=told.num_reused, lost=lost, source=source)
         yield done.pop(wanted)
-
-
-def _stuck(number: int, num_units: int) -> UserError:
-    return UserError(
-        f"the Ray cluster has finished no part for {PATIENCE:g} s; it is at part {number + 1} of {num_units}",
-        hint="`ray status` says which machines and CPUs it has, and `ray list actors` which processes live",
-    )
 
 
 def _result(ray: Any, finished: object) -> TaskDone:

@@ -23,9 +23,8 @@ from luthier.errors import RowError
 from luthier.records import Message, Text, Thinking, ToolCall
 from luthier.rendering.messages import ControlTokens
 from luthier.rendering.openings import closings_of, is_of_thought
-from luthier.writing import counted
+from luthier.writing import counted, quoted
 
-LONGEST_SHOWN = 60
 SHORTEST_REPEATED = 8  # characters; shorter ones may well stand in a call besides
 MOST_WAYS = 64  # to find the texts of an answer beside calls, where they are short words
 _HOLE = "\0"  # where a text of the row was
@@ -156,7 +155,7 @@ def _require_closed(
     if closing not in learned[begin:stop]:
         raise RowError(
             "answer_changed",
-            f"a thought is opened, and what the model would learn behind it, {_short(learned)}, does not close it with "
+            f"a thought is opened, and what the model would learn behind it, {quoted(learned)}, does not close it with "
             f"{closing} before the answer; write a {closing} in the answer's text otherwise, or take a template that "
             "leaves text as it is",
             field=field,
@@ -168,12 +167,12 @@ def _refuse_added(added: str, texts: Sequence[str], rest: str, field: str) -> Ne
     if any(text and _WORD.search(text) and text in rest for text in texts):
         raise RowError(
             "answer_repeated",
-            f"the chat template prints {_short(added)} once more in what the model would learn to say",
+            f"the chat template prints {quoted(added)} once more in what the model would learn to say",
             field=field,
         )
     raise RowError(
         "words_added",
-        f"the chat template puts {_short(added)} into the answer, which the row does not have, so the model would "
+        f"the chat template puts {quoted(added)} into the answer, which the row does not have, so the model would "
         "learn to write it; use a template that writes it in the prompt, or not at all",
         field=field,
     )
@@ -213,8 +212,8 @@ def _not_there(text: str, kind: str, learned: str, field: str) -> RowError:
         reason, what = "answer_lost", "not as a whole"
     return RowError(
         reason,
-        f"the chat template prints the {kind} {_short(text)} {what}, so the model would learn to say "
-        f"{_short(learned)}; where the text has tags that the template looks for, write them otherwise, or take a "
+        f"the chat template prints the {kind} {quoted(text)} {what}, so the model would learn to say "
+        f"{quoted(learned)}; where the text has tags that the template looks for, write them otherwise, or take a "
         "template that leaves text as it is",
         field=field,
     )
@@ -231,7 +230,7 @@ def _require_call(call: ToolCall, rest: str, field: str) -> None:
         if not any(_bare(written) in bare for written in _written(text)):
             raise RowError(
                 "answer_lost",
-                f"the chat template prints {_short(text)} of the call of {call.name!r} only in part, so the model "
+                f"the chat template prints {quoted(text)} of the call of {call.name!r} only in part, so the model "
                 "would learn another call",
                 field=field,
             )
@@ -253,7 +252,7 @@ def _require_scalars(calls: Sequence[ToolCall], rest: str, field: str) -> None:
         if len(found) < count:
             raise RowError(
                 "answer_lost",
-                f"the calls' arguments have {_short(min(forms))} {counted(count, 'time')} and the chat template "
+                f"the calls' arguments have {quoted(min(forms))} {counted(count, 'time')} and the chat template "
                 f"prints it {counted(len(found), 'time')}, so the model would learn other calls",
                 field=field,
             )
@@ -367,7 +366,3 @@ def _marks(rest: str, control: ControlTokens) -> list[tuple[int, int, bool]]:
     taken = {place for start, end, _ in known for place in range(start, end)}
     tags = [(*found.span(), False) for found in TAG.finditer(rest) if not taken.intersection(range(*found.span()))]
     return sorted([*known, *tags])
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…")

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from luthier.errors import RowError, TemplateError
-from luthier.records import Audio, Image, Media, Message, Part, Text, Thinking, ToolCall, Video
+from luthier.records import Audio, Document, Image, Media, Message, Part, Text, Thinking, ToolCall, Video
 from luthier.rendering.text_references import NumberText, Slot, is_number
 from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import FollowedNumber, FollowedTool, Tracked, concatenate, own_text, row_value
@@ -418,8 +418,8 @@ def is_media(part: object) -> bool:
     return type(part) in KINDS
 
 
-def media_of(messages: Iterable[Message]) -> tuple[Media, ...]:
-    """The media of some messages, in order."""
+def media_of(messages: Iterable[Message | Document]) -> tuple[Media, ...]:
+    """The media of some messages, or of documents, in order."""
     return tuple([part for message in messages for part in message.parts if type(part) in KINDS])  # type: ignore[misc]
 
 

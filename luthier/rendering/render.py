@@ -113,9 +113,7 @@ class Renderer:
     def _document(self, document: records.Document) -> Filled:
         document = apply_rules(document, self.policy.rules)
         shape = other_rows.document_shape(document)
-        media = tuple(
-            part for part in document.parts if isinstance(part, records.Image | records.Video | records.Audio)
-        )
+        media = media_of([document])
         if not any(shape.weights):
             raise RowDropped("no_target", "nothing of this text is trained")
         slots = self._media.for_media(media)

@@ -96,13 +96,11 @@ class LineRows:
         """Whether the row that is ``span[:stop]`` ends its line, and only blank lines follow, as many as there were."""
         if stop == len(span):
             return place.num_lines <= 1 and (span[-1:] == b"\n" or place.end == self.file.size)
-        if self._holds_text(span[stop:]):
+        behind = span[stop:]
+        if (behind.decode("utf-8", "ignore") if self.file.kind is FileKind.TXT else behind).strip():
             return False
         is_clipped = place.start + len(span) < place.end
         return is_clipped or place.num_lines in (0, span.count(b"\n"))
-
-    def _holds_text(self, lines: bytes) -> bool:
-        return bool(lines.decode("utf-8", "ignore").strip() if self.file.kind is FileKind.TXT else lines.strip())
 
     def _line_length(self, place: _Place, opened: open_files.OpenFiles) -> int:
         """The length of a line over the cap, read a chunk at a time."""

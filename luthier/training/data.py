@@ -18,9 +18,9 @@ from luthier.ledger import Ledger
 from luthier.loader.feed import FeedReader
 from luthier.loader.numbered_rows import ArrivalSettings, ArrivingRows, RowTable
 from luthier.loader.settings import mixture_of, units_of
-from luthier.packing.epoch import EpochPlan, describe, plan_epoch
+from luthier.packing.epoch import EpochPlan, describe
 from luthier.packing.order import hold_out_part
-from luthier.packing.settings import PlanSettings, Segments, SegmentTable, UnitKind
+from luthier.packing.settings import Segments, SegmentTable, UnitKind
 from luthier.preparation.prepared import Prepared, PreparedSet, SourceInfo
 from luthier.preparation.resolver import ResolvedPortion
 from luthier.preparation.segments import SegmentIndex
@@ -135,12 +135,8 @@ def check_some_left(side: str, index: SegmentIndex, config: RunConfig) -> None:
         )
 
 
-def summarise(rows: RowTable, settings: PlanSettings) -> DataSummary:
-    """The sizes of the first epoch of rows that are all here."""
-    return summary_of(plan_epoch(rows, settings, epoch=0), rows)
-
-
 def summary_of(plan: EpochPlan, rows: RowTable) -> DataSummary:
+    """The sizes of an epoch of rows that are all here."""
     found = describe(plan, rows.whole())
     return DataSummary(
         segments=found.segments,

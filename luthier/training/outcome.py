@@ -15,10 +15,10 @@ from peft import PeftModel
 
 from luthier.config.objective import OBJECTIVES
 from luthier.loader.settings import eval_settings
-from luthier.packing.epoch import shares_of
+from luthier.packing.epoch import plan_epoch, shares_of
 from luthier.training.assemble import RunSetup
 from luthier.training.callbacks import EarlyStopping
-from luthier.training.data import summarise, summary_of
+from luthier.training.data import summary_of
 from luthier.training.folder import run_folder
 from luthier.training.folder.checkpoint import broken_checkpoints
 from luthier.training.folder.run_folder import ledger_of_run
@@ -49,7 +49,10 @@ def result_of(run: Run, started_at: str) -> RunResult:
     signal = hooks.stop.signal
     stopped_early = any(isinstance(c, EarlyStopping) and c.stopped for c in run.trainer.callback_handler.callbacks)
     merged = config.adapter.merge and isinstance(run.setup.run_model.model, PeftModel)
-    eval_plan = eval_settings(config, num_ranks=run.setup.world.size)
+    eval_data = None
+    if data.eval_rows is not None:
+        eval_plan = eval_settings(config, num_ranks=run.setup.world.size)
+        eval_data = summary_of(plan_epoch(data.eval_rows, eval_plan, epoch=0), data.eval_rows)
     return RunResult(
         output_dir=str(output),
         model_dir=run_folder.MODEL_FOLDER if signal is None else None,
@@ -72,7 +75,7 @@ def result_of(run: Run, started_at: str) -> RunResult:
         best_checkpoint=None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint).name,
         best_metric=state.best_metric,
         train_data=_train_summary(run.setup),
-        eval_data=None if data.eval_rows is None else summarise(data.eval_rows, eval_plan),
+        eval_data=eval_data,
         mixture=_mixture(run.setup, state.global_step),
         model=run.summary,
         optimizer=optimizer_facts(plain_optimizer(run.trainer.optimizer)),

@@ -15,7 +15,7 @@ from luthier.objectives.answer_losses import (
     reward_loss_sum,
 )
 from luthier.objectives.pair_formulas import PairBaselines, PairScores, PairSettings
-from luthier.training.losses.step_losses import pair_settings
+from luthier.training.losses.step_losses import answer_settings
 
 PAIR_LOSSES = losses_of("dpo")
 FEEDBACK_LOSSES = losses_of("kto")
@@ -37,7 +37,7 @@ def scores(gaps_P: torch.Tensor) -> PairScores:
 @pytest.mark.parametrize("name", list(PAIR_LOSSES))
 def test_pair_losses_and_their_slopes_stay_numbers(name: str, beta: float | None) -> None:
     gaps_P = GAPS.clone().requires_grad_()
-    settings = pair_settings(ObjectiveConfig(name="dpo", loss=name, beta=beta))
+    settings = answer_settings(ObjectiveConfig(name="dpo", loss=name, beta=beta), PairSettings)
     found = pair_loss_sum(scores(gaps_P), name, settings, PairBaselines(delta=0.5))
     found.loss_sum.backward()
     assert found.loss_sum.isfinite() and gaps_P.grad is not None and gaps_P.grad.isfinite().all()

@@ -32,7 +32,7 @@ from luthier.objectives.pair_formulas import (
     sequence_scores,
     tail_discount,
 )
-from luthier.training.losses.step_losses import feedback_settings, pair_settings, token_settings
+from luthier.training.losses.step_losses import answer_settings, token_settings
 from scripts.doc_tables import loss_table
 
 PAIR_LOSSES = losses_of("dpo")
@@ -57,7 +57,7 @@ def some(scores, rows):
 
 
 def settings_of(name):
-    return pair_settings(ObjectiveConfig(name="dpo", loss=name))
+    return answer_settings(ObjectiveConfig(name="dpo", loss=name), PairSettings)
 
 
 def assert_same_measures(parts, whole):
@@ -333,14 +333,16 @@ def test_each_row_has_a_function_and_an_objective_that_takes_it():
 
 
 def test_each_loss_gets_the_numbers_of_the_run_or_its_own():
-    assert pair_settings(ObjectiveConfig(name="dpo", loss="simpo")) == PairSettings(beta=2.0, gamma=1.0)
-    assert pair_settings(ObjectiveConfig(name="dpo", loss="simpo", beta=3.0)).beta == 3.0
-    assert pair_settings(ObjectiveConfig(name="dpo", loss="exo_pair")).label_smoothing == 1e-3
-    assert pair_settings(ObjectiveConfig(name="dpo", loss="orpo")).sft_weight == 1.0
-    assert pair_settings(ObjectiveConfig(name="dpo", loss="orpo", sft_weight=0.0)).sft_weight == 0.0
+    assert answer_settings(ObjectiveConfig(name="dpo", loss="simpo"), PairSettings) == PairSettings(beta=2.0, gamma=1.0)
+    assert answer_settings(ObjectiveConfig(name="dpo", loss="simpo", beta=3.0), PairSettings).beta == 3.0
+    assert answer_settings(ObjectiveConfig(name="dpo", loss="exo_pair"), PairSettings).label_smoothing == 1e-3
+    assert answer_settings(ObjectiveConfig(name="dpo", loss="orpo"), PairSettings).sft_weight == 1.0
+    assert answer_settings(ObjectiveConfig(name="dpo", loss="orpo", sft_weight=0.0), PairSettings).sft_weight == 0.0
     assert token_settings(ObjectiveConfig(name="pt", loss="asft")).alpha == 0.1
     assert token_settings(ObjectiveConfig(label_smoothing=0.2, z_loss=1e-4)).z_loss == 1e-4
-    assert feedback_settings(ObjectiveConfig(name="kto", undesirable_weight=1.5)).undesirable_weight == 1.5
+    assert (
+        answer_settings(ObjectiveConfig(name="kto", undesirable_weight=1.5), FeedbackSettings).undesirable_weight == 1.5
+    )
     with pytest.raises(KeyError):
         ObjectiveConfig(name="kto").number("gamma")
 

@@ -76,9 +76,11 @@ class SegmentView:
         if self.continuation is not None:
             notes.append(self.continuation)
         elif self.num_runs > 1:
+            *others, last = self.learned or ("these turns",)
+            learned = f"{', '.join(others)} and {last}" if others else last
             notes.append(
                 f"run {self.run} of {self.num_runs}: the template renders the history differently once later turns "
-                f"follow, so {_and(self.learned) or 'these turns'} {'is' if len(self.learned) == 1 else 'are'} learned "
+                f"follow, so {learned} {'is' if len(self.learned) == 1 else 'are'} learned "
                 "here, in the context that inference will show"
             )
         if self.held:
@@ -260,10 +262,6 @@ def _segment_tokens(
             label=None if label == IGNORE_INDEX else label,
             axes=tuple(axis[index] for axis in columns.axes),
         )
-
-
-def _and(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 # --------------------------------------------------------------------------------------------------------------------

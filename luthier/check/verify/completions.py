@@ -34,11 +34,11 @@ from luthier.check.verify.policy import (
     json_values,
     leaves,
     printed_forms,
-    short,
 )
 from luthier.check.verify.reference_tokenizer import SECRET_BEGIN, SECRET_END, ReferenceTokenizer
 from luthier.errors import RowError
 from luthier.records import Audio, Conversation, Image, Message, Part, Text, Thinking, ToolCall, Video
+from luthier.writing import quoted
 
 MOST_PLACES = 400  # ways of finding the parts that are tried, where they are short words
 SHORTEST_REPEATED = 12  # characters of an answer whose second copy beside a tool call is no coincidence
@@ -168,7 +168,7 @@ def _missing(text: str, said: Said) -> Iterator[Finding]:
             why = "is learned only in part"
         else:
             why = "is not what is learned"
-        yield Check.ANSWER_DECODES, f"the {name} {short(wanted)} {why}: {short(_shown(text))}"
+        yield Check.ANSWER_DECODES, f"the {name} {quoted(wanted)} {why}: {quoted(_shown(text))}"
         return
 
 
@@ -192,21 +192,21 @@ def _faults_of(
             words = _words(gap, has_label=bool(said.thought) and number < 2)
             copied = next((name for name, item in said.items if dense(item) and dense(item) in dense(gap)), None)
             if copied is not None and words:
-                yield Check.ANSWER_DECODES, f"the {copied} is learned twice: {short(_shown(text))}"
+                yield Check.ANSWER_DECODES, f"the {copied} is learned twice: {quoted(_shown(text))}"
             elif words:
-                yield Check.ANSWER_DECODES, f"words are learned that the row does not have: {short(_shown(words))}"
+                yield Check.ANSWER_DECODES, f"words are learned that the row does not have: {quoted(_shown(words))}"
         return
     for name, item in said.items:
         is_tag = re.fullmatch(_TAG, item) is not None  # the notation of a call may have it
         printed = sum(gap.count(item) for gap in gaps) if len(item) >= SHORTEST_REPEATED and not is_tag else 0
         own = sum(_times_in_call(item, arguments, text) for arguments in said.calls)
         if printed > own and printed > notation().count(item):
-            yield Check.ANSWER_DECODES, f"the {name} is learned twice: {short(_shown(text))}"
+            yield Check.ANSWER_DECODES, f"the {name} is learned twice: {quoted(_shown(text))}"
     values = [value for gap in gaps for value in json_values(gap)]  # a thought or an answer may quote a call
     for arguments in said.calls:
         wanted = sum(holds_arguments(other, arguments) for other in said.calls)  # one's may be part of another's
         if arguments and sum(holds_arguments(value, arguments) for value in values) > wanted:
-            yield Check.ANSWER_DECODES, f"a tool call is learned twice: {short(_shown(text))}"
+            yield Check.ANSWER_DECODES, f"a tool call is learned twice: {quoted(_shown(text))}"
             return
 
 
@@ -271,9 +271,9 @@ def _thought_faults(gaps: Sequence[str], opened: Sequence[bool], said: Said) -> 
             break
         is_thought = number == 0 and bool(said.thought)
         if is_thought and not is_open and (num_opened or is_closed):
-            yield Check.ANSWER_DECODES, f"the thinking {short(said.thought)} stands outside of its tags"
+            yield Check.ANSWER_DECODES, f"the thinking {quoted(said.thought)} stands outside of its tags"
         if not is_thought and is_open:
-            yield Check.ANSWER_DECODES, f"the answer {short(said.items[number][1])} stands inside of a thought"
+            yield Check.ANSWER_DECODES, f"the answer {quoted(said.items[number][1])} stands inside of a thought"
     if is_open:
         yield Check.ANSWER_DECODES, "a thought is opened and never closed"
 
@@ -333,6 +333,7 @@ def _shown(text: str) -> str:
 # template's.
 
 
+LETTERS = str.maketrans("0123456789", "abcdefghij")  # 0012 -> aabc
 TOOLS = -1  # stands for the tool declarations where messages are counted
 Spot = tuple[int, int, str]  # (message, string of it, control string)
 
@@ -453,15 +454,11 @@ def _neutral_words(
     words: dict[str, str] = {}
     number = 0
     for token in tokens:
-        while (word := f"zq{_letters(number)}qz") in taken:
+        while (word := f"zq{f'{number:04d}'.translate(LETTERS)}qz") in taken:
             number += 1
         words[word] = token
         number += 1
     return words
-
-
-def _letters(number: int) -> str:
-    return "".join("abcdefghij"[int(digit)] for digit in f"{number:04d}")
 
 
 def _with_one_text(message: Message) -> Message:

@@ -142,10 +142,11 @@ def expected_row(
     asked: list[AskedTurn] = []
     for index, turn_policy in policy.turns.items():
         unfinished = row.continue_final_message and index == len(row.messages) - 1
+        is_unasked = all(message.role == "system" for message in row.messages[:index])
         try:
             cut, prompts = cut_turn(shown, index)
         except RowError:
-            if _is_unasked(row, index):
+            if is_unasked:
                 continue  # an answer before any question is context where the template cannot ask for it
             raise
         after = partial(_asked_turn, shown, index, prompts, turn_policy, unfinished=unfinished)
@@ -153,14 +154,14 @@ def expected_row(
             turns.append(_turn_elsewhere(turn_policy, once, whole_text, shown))
             continue
         if cut is None:
-            asked.append(replace(after(), is_unasked=_is_unasked(row, index)))
+            asked.append(replace(after(), is_unasked=is_unasked))
             continue
         if unfinished:
             cut = replace(cut, completion=cut.completion[: cut.words], stop=0, unfinished=True)
             whole_text = cut.prompt + cut.completion
         otherwise = partial(_otherwise, shown, cut, turn_policy, whole_text)
         turn = _expected_turn(turn_policy, cut, whole_text, shown)
-        if _is_unasked(row, index) and any(check is Check.NOTHING_SUPPLIED_TRAINED for check, _ in turn.findings):
+        if is_unasked and any(check is Check.NOTHING_SUPPLIED_TRAINED for check, _ in turn.findings):
             continue  # its prompt gives no header, so it is context
         turns.append(replace(turn, otherwise=otherwise, asked=after if prompts else None))
     (text,) = neutral.readable([whole_text], tokenizer)
@@ -193,10 +194,6 @@ def expected_prompt(
     printer: Printer = own_template if media is None else ExpandedTemplate(own_template, media)
     prompt = RenderedCase(printer, tokenizer, neutral, "").prompt(len(neutral.messages))
     return tokenizer.encode(neutral.readable([prompt], tokenizer), forged=neutral.forged)[0], neutral
-
-
-def _is_unasked(row: Conversation, index: int) -> bool:
-    return all(message.role == "system" for message in row.messages[:index])
 
 
 def _read_media(
@@ -253,7 +250,8 @@ def _asked_turn(
     ids = tokenizer.encode(row.readable([prompt for prompt, _ in prompts], tokenizer), forged=row.forged)
 
     def as_decoded(text: str) -> str:
-        return tokenizer.normalised_hidden(row.restored(tokenizer.hide(text)))
+        (ids,) = tokenizer.encode([row.restored(tokenizer.hide(text))], forged=True)
+        return tokenizer.read(ids)
 
     said = Said.of(row.messages[index].parts, as_decoded)
     text = shown.turn(index)

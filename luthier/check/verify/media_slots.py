@@ -122,11 +122,6 @@ class RowMedia:
             end = place.stop
         return "".join([*parts, text[end:]])
 
-    @property
-    def has_marks_that_vllm_drops(self) -> bool:
-        """Whether the template writes, around some item, marks that the processor leaves and vLLM takes away."""
-        return any(marked in self.printed for marked in self.reader.processor.dropped_by_vllm.values())
-
     def places(self, text: str, count: int) -> list[MediaSpan]:
         """Where a text that was printed for the first ``count`` items has them, in the order of the text.
 

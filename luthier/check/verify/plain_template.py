@@ -297,13 +297,9 @@ def _same_clock(template: PlainTemplate) -> Iterator[None]:
         known["strftime_now"] = own
 
 
-def hugging_face(files: ReferenceFiles) -> HuggingFace | str:
-    """The judge, or in words why there is none."""
-    return _hugging_face(files.folder, tuple(files.model.add_tokens), tuple(files.model.add_special_tokens))
-
-
 @cache
-def _hugging_face(folder: Path, added: tuple[str, ...], added_special: tuple[str, ...]) -> HuggingFace | str:
+def hugging_face(folder: Path, added: tuple[str, ...], added_special: tuple[str, ...]) -> HuggingFace | str:
+    """The judge, or in words why there is none."""
     try:
         return HuggingFace(folder, added, added_special)
     except ImportError:

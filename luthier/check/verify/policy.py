@@ -18,9 +18,9 @@ from luthier.check.verify.plain_template import PlainTemplate, ReferenceFiles
 from luthier.check.verify.reference_tokenizer import ReferenceTokenizer
 from luthier.config.choices import HistoryRendering, TrainOn
 from luthier.records import Conversation, Document, Message, Part, TargetRule, Text, Thinking, ToolCall
+from luthier.writing import quoted
 
 Spoken = Text | Thinking | ToolCall
-LONGEST_SHOWN = 60  # characters of a text in a message
 MOST_TURNS = 64  # learned answers of a conversation that are all rendered; of more, some are drawn
 
 
@@ -393,7 +393,7 @@ def missing_of_part(part: Spoken, learned: LearnedText, tokenizer: ReferenceToke
             kind = "answer" if isinstance(part, Text) else "thinking"
             if learned.holds(text, loosely=loosely):
                 return None
-            return f"the {kind} {short(text)} is not what is learned: {short(learned.learned)}"
+            return f"the {kind} {quoted(text)} is not what is learned: {quoted(learned.learned)}"
         case ToolCall():
             if not learned.holds(tokenizer.normalised(part.name).strip()):
                 return f"the tool's name {part.name!r} is not learned"
@@ -402,7 +402,7 @@ def missing_of_part(part: Spoken, learned: LearnedText, tokenizer: ReferenceToke
                 return None
             texts = [str(leaf).strip() for leaf in leaves(normal) if not isinstance(leaf, bool | None)]  # True or true
             lost = [text for text in texts if not any(map(learned.holds, printed_forms(text)))]
-            return f"the argument {short(lost[0])} of {part.name!r} is not learned" if lost else None
+            return f"the argument {quoted(lost[0])} of {part.name!r} is not learned" if lost else None
         case _:
             raise AssertionError(f"unknown part {part!r}")
 
@@ -493,8 +493,3 @@ def printed_forms(leaf: str) -> tuple[str, str, str]:
 def dense(text: str) -> str:
     """A text without its white space."""
     return "".join(text.split())
-
-
-def short(text: str) -> str:
-    """A text as messages quote it."""
-    return repr(text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…")

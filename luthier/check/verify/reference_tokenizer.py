@@ -64,7 +64,7 @@ class ReferenceTokenizer:
         backend = self._secret if forged else self._whole
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [
-            _array([self._renumbered.get(i, i) for i in encoding.ids]) if forged else _array(encoding.ids)
+            np.array([self._renumbered.get(i, i) for i in encoding.ids] if forged else encoding.ids, dtype=np.int32)
             for encoding in encodings
         ]
 
@@ -87,10 +87,11 @@ class ReferenceTokenizer:
     def around_document(self, *, rendered: bool) -> tuple[Ids, Ids]:
         """What stands before and behind a plain text; nothing, if it was ``rendered`` and has it already."""
         if rendered:
-            return _array([]), _array([])
+            return np.array([], np.int32), np.array([], np.int32)
         named = self.document_end
         end = self.files.special_tokens.get("eos_token") if named == "eos" else None if named == "none" else named
-        return _array([self._id(token) for token in self.opening]), _array([] if end is None else [self._id(end)])
+        begin = np.array([self._id(token) for token in self.opening], dtype=np.int32)
+        return begin, np.array([] if end is None else [self._id(end)], dtype=np.int32)
 
     @cached_property
     def opening(self) -> tuple[str, ...]:
@@ -120,10 +121,6 @@ class ReferenceTokenizer:
     @cached_property
     def _control_names(self) -> dict[int, str]:
         return {number: token for token, number in self.control_ids.items()}
-
-    def normalised_hidden(self, text: str) -> str:
-        """A text with control tokens under their secret names, after the tokenizer's normaliser and back."""
-        return self.read(self.encode([text], forged=True)[0])
 
     def secret_name(self, token: str) -> str:
         """The name under which a control token is known to the ``forged`` vocabulary."""
@@ -184,10 +181,6 @@ class ReferenceTokenizer:
         found = self._whole.token_to_id(token)
         assert found is not None, f"{token!r} is in the vocabulary"
         return int(found)
-
-
-def _array(ids: Sequence[int]) -> Ids:
-    return np.array(ids, dtype=np.int32)
 
 
 def first_difference(expected: Ids, found: Ids) -> int:

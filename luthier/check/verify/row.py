@@ -65,7 +65,8 @@ class RowVerifier:
     @cached_property
     def judge(self) -> HuggingFace | str:
         """transformers with the same files, or why it is not the judge."""
-        return hugging_face(self.files)
+        model = self.files.model
+        return hugging_face(self.files.folder, tuple(model.add_tokens), tuple(model.add_special_tokens))
 
     @property
     def judge_name(self) -> str:
@@ -294,7 +295,8 @@ class RowVerifier:
         faults += media_faults(expected.media, runs)
         if expected.media is not None:
             applied.update([Check.MEDIA_PLACES, Check.MEDIA_TOKENS])
-            if expected.media.has_marks_that_vllm_drops:
+            dropped = expected.media.reader.processor.dropped_by_vllm.values()  # the processor itself leaves them
+            if any(marks in expected.media.printed for marks in dropped):
                 notes["marks_vllm_drops"] += 1
             faults += self._processed(expected, runs, applied, notes)
         if self.tokenizer.bos_id is not None:

@@ -17,7 +17,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.check.verify.completions import NeutralRow
+from luthier.check.verify.completions import LETTERS, NeutralRow
 from luthier.check.verify.policy import Spoken, TurnPolicy, changed_leaves, leaves
 from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer
 from luthier.errors import RowError
@@ -277,7 +277,7 @@ class _Marking:
         if not core:
             self.has_blanks |= bool(text)
             return text
-        name = "".join("abcdefghij"[int(digit)] for digit in f"{len(self._slots):05d}")
+        name = f"{len(self._slots):05d}".translate(LETTERS)
         self._slots.append(_OwnedString(pieces, lead, trail))
         self._numbers.append(None)
         return f"{lead}zqb{name}qz{core}zqe{name}qz{trail}"

@@ -102,7 +102,7 @@ class Translation:
         return replace(problem, key=key, what=f"{problem.what}; here it is {problem.key}", hint=hint)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Peer:
     """A tool whose files are read. Its table stands beside its functions, in a ``.toml`` file of their name.
 
@@ -139,10 +139,14 @@ class Peer:
         meant: str | None = self.table["keys"].get(key) or our_name(key)
         return _of_name().get(key, frozenset()) if meant is None else frozenset({meant})
 
-    @property
+    @functools.cached_property
     def known(self) -> frozenset[str]:
         """All keys that the tool has."""
-        return _known(self.file)
+        table = self.table
+        lists: list[Iterable[str]] = [table.get("read", ()), table.get("elsewhere", ()), _names(table["defaults"])]
+        lists += [table.get(name, ()) for name in ("keys", "missing", "off", "older")]
+        lists += [keys for name in ("passed", "commands", "on_policy") for keys in table.get(name, {}).values()]
+        return frozenset(key for keys in lists for key in keys)
 
     def translate(self, tree: MappingNode, name: str) -> Translation:
         """Read a file of this tool; ``name`` is its path, for messages."""
@@ -205,15 +209,6 @@ def _of_name() -> Mapping[str, frozenset[str]]:
     """Our dotted keys by their last name."""
     names = {key.rpartition(".")[2] for key in all_keys()}
     return {name: frozenset(key for key in all_keys() if key.rpartition(".")[2] == name) for name in names}
-
-
-@functools.cache
-def _known(file: str) -> frozenset[str]:
-    table = _table(file)
-    lists: list[Iterable[str]] = [table.get("read", ()), table.get("elsewhere", ()), _names(table["defaults"])]
-    lists += [table.get(name, ()) for name in ("keys", "missing", "off", "older")]
-    lists += [keys for name in ("passed", "commands", "on_policy") for keys in table.get(name, {}).values()]
-    return frozenset(key for keys in lists for key in keys)
 
 
 def _names(defaults: Mapping[str, Any]) -> Iterator[str]:

@@ -167,6 +167,8 @@ def _data(result: RunResult) -> list[tuple[str, str]]:
 
 def _training(result: RunResult, config: RunConfig) -> list[tuple[str, str]]:
     train = config.train
+    # by the groups of weights: one number, or that of biases and norms and that of matrices
+    decay = " and ".join(f"{decay:g}" for decay in result.optimizer.get("weight_decay", ()))
     rows = [
         ("parameters", f"{result.model.parameters:,} ({result.model.trainable_parameters:,} trained)"),
         ("steps", f"{result.global_step:,} ({counted(float(f'{result.epochs:.3g}'), 'epoch')})"),
@@ -174,7 +176,7 @@ def _training(result: RunResult, config: RunConfig) -> list[tuple[str, str]]:
         ("learning rate", f"{train.learning_rate:g}, {train.lr_scheduler_type}, warmup {train.warmup_steps:g}"),
         (
             "optimizer",
-            f"{result.optimizer.get('name', train.optim)}, weight decay {_decay(result)}, "
+            f"{result.optimizer.get('name', train.optim)}, weight decay {decay}, "
             f"gradients clipped at {train.max_grad_norm:g}",
         ),
         ("precision", f"{result.model.precision}, weights in {result.model.dtype}"),
@@ -196,11 +198,6 @@ def _plain(value: object) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _decay(result: RunResult) -> str:
-    """By the groups of weights: one number, or that of biases and norms and that of matrices."""
-    return " and ".join(f"{decay:g}" for decay in result.optimizer.get("weight_decay", ()))
 
 
 def _batch(result: RunResult, config: RunConfig) -> str:

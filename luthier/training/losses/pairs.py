@@ -48,7 +48,7 @@ def pair_losses(
     losses = PairLosses(
         forward=forward,
         name=objective.loss_name,
-        settings=step_losses.pair_settings(objective),
+        settings=step_losses.answer_settings(objective, PairSettings),
         reference=choose_reference(parts, forward, tell) if objective.needs_reference else None,
         ld_alpha=ld_alpha(parts.config),
         num_sources=max(parts.num_sources),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -387,6 +387,7 @@ class AnswerLosses:
 _ALPHA_OF = {"eaft": "eaft_alpha", "asft": "asft_alpha"}
 _BETA, _TOP_K = "gkd_beta", "gkd_top_k"
 _ELSEWHERE = ("ld_alpha",)  # acts on the sums over targets, before any loss
+_Settings = TypeVar("_Settings", PairSettings, FeedbackSettings)
 
 
 def token_settings(objective: ObjectiveConfig) -> TokenSettings:
@@ -403,19 +404,10 @@ def token_settings(objective: ObjectiveConfig) -> TokenSettings:
     )
 
 
-def pair_settings(objective: ObjectiveConfig) -> PairSettings:
-    """Of an objective that learns from pairs."""
-    return PairSettings(**_fields(objective, PairSettings), own=_others(objective, PairSettings))
-
-
-def feedback_settings(objective: ObjectiveConfig) -> FeedbackSettings:
-    """Of an objective that learns from verdicts."""
-    return FeedbackSettings(**_fields(objective, FeedbackSettings), own=_others(objective, FeedbackSettings))
-
-
-def _fields(objective: ObjectiveConfig, kind: type) -> dict[str, float]:
-    """The numbers that the settings have a field for."""
-    return {key: number for key, number in objective.numbers.items() if key in _names(kind)}
+def answer_settings(objective: ObjectiveConfig, kind: type[_Settings]) -> _Settings:
+    """Of an objective that learns from compared answers: the numbers that ``kind`` has a field for, and others."""
+    numbers = {key: number for key, number in objective.numbers.items() if key in _names(kind)}
+    return kind(**numbers, own=_others(objective, kind))
 
 
 def _others(objective: ObjectiveConfig, kind: type, *known: str) -> dict[str, float]:

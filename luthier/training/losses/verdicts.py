@@ -36,7 +36,7 @@ def feedback_losses(
     losses = FeedbackLosses(
         forward=forward,
         name=objective.loss_name,
-        settings=step_losses.feedback_settings(objective),
+        settings=step_losses.answer_settings(objective, answer_losses.FeedbackSettings),
         reference=choose_reference(parts, forward, tell),
         num_sources=max(parts.num_sources),
     )

@@ -84,18 +84,15 @@ def given(ray: Any, asked: Any, name: str, timeout: float, *, option: str) -> ob
     except errors.RayTaskError as error:
         cause = error.cause
         if isinstance(cause, UserError):
-            kind = type(cause) if isinstance(cause, ServerLate) else None
-            raise (kind or _refused)(f"{name}: {cause.message}", hint=cause.hint) from error
+            if isinstance(cause, ServerLate):
+                raise type(cause)(f"{name}: {cause.message}", hint=cause.hint) from error
+            raise ServerRefused(f"{name}: {cause.message}", status=CONFLICT, hint=cause.hint) from error
         raise ServerWrong(f"{name} failed: {type(cause).__name__}: {cause}") from error
     except errors.RayActorError as error:
         lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith((" ", "\t"))]
         why = lines[-1] if lines else type(error).__name__  # behind the lines of code that led there
         hint = f"it is started anew {MAX_RESTARTS} times; where memory ran out, ask for fewer actors a node"
         raise ServerUnreachable(f"{name} died: {why}", hint=hint) from error
-
-
-def _refused(message: str, *, hint: str | None) -> ServerRefused:
-    return ServerRefused(message, status=CONFLICT, hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
