@@ -199,6 +199,9 @@ def restrict(environment: Environment, trace_of: Callable[[], Trace]) -> None:
     environment.tests |= {"iterable": _is_iterable, "sequence": _is_sequence, "sameas": _is_same}
 
 
+_titled = cased(jinja_filters.do_title)
+
+
 def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., object]]:
     """Filters of text; what is no text is taken as it would be printed."""
 
@@ -225,8 +228,7 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., obje
 
     def title(value: object) -> Tracked:
         titled = text(value)
-        do_title = jinja_filters.do_title
-        return settled(do_title(titled), trace_of()) if titled._is_own else cased(do_title)(titled)
+        return settled(jinja_filters.do_title(titled), trace_of()) if titled._is_own else _titled(titled)
 
     def indent(value: object, width: int | str = 4, first: bool = False, blank: bool = False) -> Tracked:
         newline = own_text("\n", trace_of())
