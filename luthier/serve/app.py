@@ -21,10 +21,19 @@ from luthier.engines.engine import Request as Question
 from luthier.engines.reward_engine import RewardEngine
 from luthier.errors import UserError
 from luthier.records import Sample
-from luthier.serve.asking import Asker, TextReader, WeightTurns, check_room, reader_of, settings_of
+from luthier.serve.asking import (
+    Asker,
+    TextReader,
+    WeightTurns,
+    check_fewest,
+    check_room,
+    longest_of,
+    reader_of,
+    settings_of,
+)
 from luthier.serve.bodies import ClientRequest, Echo, Teller
 from luthier.serve.gate import ClientGone, Counts, EventStream, Gate, as_response, read, while_there
-from luthier.serve.histories import Histories
+from luthier.serve.histories import CheckLength, Histories, any_length
 from luthier.serve.wire import (
     AnyBody,
     ChatBody,
@@ -160,7 +169,8 @@ class Api:
             raise RefusedRequest(400, what, code="invalid_value", param="conversations", hint="serve.max_samples")
         count, data = 0, []
         for number, messages in enumerate(conversations):
-            make = partial(self.served.prompts.of_answer, messages, body.tools, body.chat_template_kwargs)
+            fits = partial(check_fewest, context=self.served.context)
+            make = partial(self.served.prompts.of_answer, messages, body.tools, body.chat_template_kwargs, fits)
             segment = await self._made(make)
             count += len(segment.input_ids)
             check_room(len(segment.input_ids), self.served.context)
@@ -181,7 +191,7 @@ class Api:
         if body.top_logprobs and not body.logprobs:
             raise RefusedRequest(400, "top_logprobs needs logprobs: true", code="invalid_value", param="top_logprobs")
         tools = None if body.tool_choice == "none" else body.tools
-        prompt = await self._prompt(body.messages, tools, body.chat_template_kwargs)
+        prompt = await self._prompt(body.messages, tools, body.chat_template_kwargs, self._fits(body))
         ids = prompt.input_ids
         settings = self._settings(name, body, ids)
         question = Question(
@@ -214,7 +224,7 @@ class Api:
         if body.max_tokens == 0 and not (body.echo and not body.stream):
             hint = "with echo: true, and not as a stream, it tells the prompt alone"
             raise RefusedRequest(400, "max_tokens is 0", code="invalid_value", param="max_tokens", hint=hint)
-        prompts = await self._made(partial(self.served.prompts.of_prompts, body.prompt))
+        prompts = await self._made(partial(self.served.prompts.of_prompts, body.prompt, self._fits(body)))
         if (body.n or 1) * len(prompts) > self.limits.max_samples:
             what = (
                 f"{counted(len(prompts), 'prompt')} and n = {body.n or 1}: the limit is "
@@ -292,8 +302,13 @@ class Api:
         raw = await read(request, most=self.limits.max_body, seconds=self.limits.timeout)
         return read_body(raw, kind)
 
-    async def _prompt(self, messages: Any, tools: Any, kwargs: Any) -> Sample:
-        return await self._made(partial(self.served.prompts.of_messages, messages, tools, kwargs))
+    def _fits(self, body: SamplingBody) -> CheckLength:
+        """Refuses what is longer than a prompt may be."""
+        asked = longest_of(body, self.limits)
+        return partial(check_fewest, context=self.served.context, answer=1 if asked is None else asked)
+
+    async def _prompt(self, messages: Any, tools: Any, kwargs: Any, check: CheckLength = any_length) -> Sample:
+        return await self._made(partial(self.served.prompts.of_messages, messages, tools, kwargs, check))
 
     async def _made(self, make: Callable[[], Made]) -> Made:
         return await asyncio.get_running_loop().run_in_executor(self._thread, make)

@@ -139,12 +139,7 @@ def settings_of(
 
     ``prompt`` is its length in tokens, ``context`` the most that prompt and answer may have. Raises `RefusedRequest`.
     """
-    asked, name = body.max_tokens, "max_tokens"
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        asked, name = body.max_completion_tokens, "max_completion_tokens"
-    if asked is not None and asked > limits.max_tokens:
-        what = f"{name} is {asked:,}, the limit is {limits.max_tokens:,}"
-        raise RefusedRequest(400, what, code="invalid_value", param=name, hint="serve.max_tokens is the limit")
+    asked = longest_of(body, limits)
     check_room(prompt, context, 1 if asked is None else asked)
     room = context - prompt
     is_cold = body.temperature is not None and body.temperature < choices.COLDEST
@@ -178,15 +173,32 @@ def settings_of(
     return settings
 
 
+def longest_of(body: SamplingBody, limits: ServeConfig) -> int | None:
+    """The longest answer that a request asks for. Raises `RefusedRequest`."""
+    asked, name = body.max_tokens, "max_tokens"
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        asked, name = body.max_completion_tokens, "max_completion_tokens"
+    if asked is not None and asked > limits.max_tokens:
+        what = f"{name} is {asked:,}, the limit is {limits.max_tokens:,}"
+        raise RefusedRequest(400, what, code="invalid_value", param=name, hint="serve.max_tokens is the limit")
+    return asked
+
+
 def check_room(prompt: int, context: int, answer: int = 0) -> None:
     """Raises `RefusedRequest` for a prompt without tokens, and where a prompt and an answer of so many tokens are more
     than the context."""
     if not prompt:
         hint = "this model has no begin token, so a text of no letters is no prompt"
         raise RefusedRequest(400, "the prompt has no tokens", code="invalid_value", param="prompt", hint=hint)
-    if prompt + answer > context:
+    check_fewest(prompt, context, answer, has="has")
+
+
+def check_fewest(prompt: int, context: int, answer: int = 0, *, has: str = "has at least") -> None:
+    """The same for a prompt of so many tokens or more. Nothing is known of one of 0 tokens or more."""
+    if prompt and prompt + answer > context:
         what = (
-            f"the prompt has {counted(prompt, 'token')} and the answer may have {answer:,}, the context has {context:,}"
+            f"the prompt {has} {counted(prompt, 'token')} and the answer may have {answer:,}, the context has "
+            f"{context:,}"
         )
         hint = "serve.max_context is the limit, where the model's own is not lower"
         raise RefusedRequest(400, what, code="context_length_exceeded", param="messages", hint=hint)

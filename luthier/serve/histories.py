@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,18 @@ from luthier.encoding.measuring import Measurer
 from luthier.engines.engine import Ids
 from luthier.errors import RowError, TemplateError
 from luthier.media import MediaAccess, decoder_of
-from luthier.records import Address, Conversation, ImageHeader, Preference, Sample, Segment, Text, VideoHeader
+from luthier.records import (
+    Address,
+    Conversation,
+    ImageHeader,
+    Preference,
+    Rendered,
+    Sample,
+    Segment,
+    Text,
+    TextPiece,
+    VideoHeader,
+)
 from luthier.rendering.render import Renderer
 from luthier.serve import wire
 from luthier.sources import RawRow, RowReader
@@ -29,7 +40,12 @@ from luthier.writing import JsonObject, counted
 REQUEST = "request"  # the file of rows that come from clients
 MOST_VARIANTS = 8  # renderers that are kept, one for each set of template variables
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "documents"})
+CheckLength = Callable[[int], None]  # raises `RefusedRequest` for so many tokens or more
 EMPTY = {"messages": [{"role": "user", "content": ""}], "tools": []}
+
+
+def any_length(fewest: int) -> None:
+    """A check of lengths for those who set no limit."""
 
 
 class Histories:
@@ -48,18 +64,21 @@ class Histories:
         messages: Sequence[wire.MessageBody],
         tools: Sequence[Mapping[str, object]] | None,
         kwargs: Mapping[str, object] | None,
+        check: CheckLength = any_length,
     ) -> Sample:
-        """The generation prompt of a history. Raises `RefusedRequest`."""
-        return self._sample(as_prompt(self._record(messages, tools)), kwargs)
+        """The generation prompt of a history. ``check`` is asked as soon as it is known that a prompt has so many
+        tokens at least, which takes less time than to encode it. Raises `RefusedRequest`, and what ``check`` raises."""
+        return self._sample(as_prompt(self._record(messages, tools)), kwargs, check)
 
     def of_answer(
         self,
         messages: Sequence[wire.MessageBody],
         tools: Sequence[Mapping[str, object]] | None,
         kwargs: Mapping[str, object] | None,
+        check: CheckLength = any_length,
     ) -> Segment:
         """A conversation that ends with an answer, as training shows it to a reward model: the better one of a pair.
-        Raises `RefusedRequest`."""
+        ``check`` is as in `of_messages`. Raises `RefusedRequest`."""
         record = self._record(messages, tools)
         *history, last = record.messages
         if last.role != "assistant" or not history:
@@ -67,7 +86,7 @@ class Histories:
             raise wire.RefusedRequest(400, what, code="not_supported", param="messages")
         other = replace(last, parts=(*last.parts, Text(text="?")))  # a pair needs two, and only the first is looked at
         pair = Preference(prompt=tuple(history), chosen=(last,), rejected=(other,), tools=record.tools)
-        return self._sample(pair, kwargs).segments()[0]
+        return self._sample(pair, kwargs, check).segments()[0]
 
     def _record(
         self, messages: Sequence[wire.MessageBody], tools: Sequence[Mapping[str, object]] | None
@@ -94,9 +113,13 @@ class Histories:
         assert isinstance(record, Conversation), "messages make a conversation"
         return record
 
-    def _sample(self, record: Conversation | Preference, kwargs: Mapping[str, object] | None) -> Sample:
+    def _sample(
+        self, record: Conversation | Preference, kwargs: Mapping[str, object] | None, check: CheckLength
+    ) -> Sample:
         renderer = self._renderer(kwargs or {})
         try:
+            if check is not any_length:
+                check(self._fewest(renderer.render(record)))
             (outcome,) = encode_rows([record], renderer, self.encoder.assembler, self._measurer)
         except RowError as error:
             raise wire.of_row(error) from None
@@ -107,9 +130,17 @@ class Histories:
         self._check_pixels(outcome)
         return outcome
 
-    def of_text(self, text: str, *, opened: bool = True) -> Ids:
-        """Ids of a text, in which no control token is reachable; ``opened``: behind what begins a document."""
+    def _fewest(self, rendered: Rendered) -> int:
+        """How many tokens what is rendered has at least; of a pair, its better side."""
+        pieces = rendered.paths[0]
+        text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+        return self.encoder.tokenizer.fewest_tokens(text)
+
+    def of_text(self, text: str, *, opened: bool = True, check: CheckLength = any_length) -> Ids:
+        """Ids of a text, in which no control token is reachable; ``opened``: behind what begins a document.
+        ``check`` is as in `of_messages`."""
         tokenizer = self.encoder.tokenizer
+        check(tokenizer.fewest_tokens(text))
         try:
             (ids,) = tokenizer.encode_runs([text])
         except RowError as error:
@@ -117,15 +148,21 @@ class Histories:
         opening = [tokenizer.control_id(token) for token in tokenizer.control.opening] if opened else []
         return np.concatenate([np.array(opening, dtype=np.int32), ids]).astype(np.int32)
 
-    def of_prompts(self, prompt: str | Sequence[int | str | Sequence[int]]) -> list[Ids]:
-        """The prompts of a completion: a text, ids, or a list of either. Raises `RefusedRequest`."""
+    def of_prompts(
+        self, prompt: str | Sequence[int | str | Sequence[int]], check: CheckLength = any_length
+    ) -> list[Ids]:
+        """The prompts of a completion: a text, ids, or a list of either. ``check`` is as in `of_messages`.
+        Raises `RefusedRequest`."""
         if isinstance(prompt, str):
-            return [self.of_text(prompt)]
+            return [self.of_text(prompt, check=check)]
         if all(isinstance(one, int) for one in prompt):
+            check(len(prompt))
             return [self._known(prompt)]  # type: ignore[arg-type]
         if any(isinstance(one, int) for one in prompt) or len(prompt) > self.limits.max_samples:
             what = f"prompt is a text, ids, or a list of up to {self.limits.max_samples} of either"
             raise wire.RefusedRequest(400, what, code="invalid_value", param="prompt")
+        for one in prompt:  # all of them are looked at before the first is encoded
+            check(self.encoder.tokenizer.fewest_tokens(one) if isinstance(one, str) else len(one))  # type: ignore[arg-type]
         return [self.of_text(one) if isinstance(one, str) else self._known(one) for one in prompt]  # type: ignore[arg-type]
 
     def _known(self, ids: Sequence[int]) -> Ids:

@@ -225,7 +225,7 @@ def _warm(prompts: Histories) -> None:
     """Have what the first answer needs learned before the server is ready; what cannot be done is told when asked."""
     with suppress(RefusedRequest):
         said = MessageBody(role="user", content="Hello.")
-        ids = prompts.of_messages([said], None, None).input_ids
+        ids = prompts.of_messages([said], None, None, check=lambda fewest: None).input_ids
         reader_of(prompts.encoder.tokenizer, ids, tools=None, kwargs=None, stop_strings=())
 
 

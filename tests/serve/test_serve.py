@@ -6,7 +6,7 @@ import http.client
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from luthier.encoding.encoder import Encoder
+from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Request
 from tests.conftest import HANG_SECONDS
 from tests.serve.conftest import ASK, TOKEN, Running, Scripted, running
@@ -285,6 +286,46 @@ def test_limits_of_time_body_context_and_queue_are_told_with_their_number(encode
         chunks = server.http.post("/v1/chat/completions", content=iter([b" " * 1500, b" " * 1500]))
         assert chunks.status_code == 413
         _until(lambda: not session.working and not server.gate.counts.active)
+
+
+CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "word " * 5000
+    turn = {"role": "user", "content": words}
+    thought = {"role": "assistant", "content": "Yes.", "reasoning_content": words}
+    longest: list[int] = []
+    encode = Tokenizer.encode_flat
+
+    def encode_flat(self: Tokenizer, texts: Sequence[str]) -> Any:
+        longest.append(max(map(len, texts), default=0))
+        return encode(self, texts)
+
+    monkeypatch.setattr(Tokenizer, "encode_flat", encode_flat)
+    with running(encoder, Scripted(lambda request: [70]), context=2000) as server:
+        for path, body in (
+            (CHAT, {"messages": [turn]}),
+            (CHAT, {"messages": [*ASK, thought, turn]}),
+            (CHAT, {"messages": [{"role": "system", "content": words}, *ASK], "max_tokens": 1}),
+            (TEXTS, {"prompt": words}),
+            (TEXTS, {"prompt": ["short", words]}),
+            (TEXTS, {"prompt": [70] * 2000}),
+            (TEXTS, {"prompt": [[70], [70] * 1991], "max_tokens": 10}),
+        ):
+            found = server.http.post(path, json=body)
+            assert (found.status_code, found.json()["error"]["code"]) == (400, "context_length_exceeded"), body
+            assert max(longest, default=0) < 1000, "it was encoded"
+        counted = server.http.post("/tokenize", json={"messages": [turn]}).json()["count"]
+        assert counted > 5000 and max(longest) >= len(words), "whoever counts tokens has no limit"
+        most = 2000 - 1 - server.http.post("/tokenize", json={"messages": ASK}).json()["count"]
+        fits = [{**ASK[0], "content": ASK[0]["content"] + " and" * (most // 4)}]
+        assert server.http.post(CHAT, json={"messages": fits, "max_tokens": 1}).status_code == 200
+        assert server.http.post(TEXTS, json={"prompt": [70] * 1990, "max_tokens": 10}).status_code == 200
+        # a thought that the template leaves out of its history takes no room
+        assert server.http.post(CHAT, json={"messages": [*ASK, thought, *ASK]}).status_code == 200
 
 
 def _until(condition: Any, seconds: float = HANG_SECONDS) -> None:
