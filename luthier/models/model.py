@@ -31,6 +31,7 @@ from luthier.media.families.family import Attention
 from luthier.models import batch_invariance
 from luthier.models.adapter_files import mutates_base
 from luthier.models.attention import SEGMENTS, register_attention
+from luthier.models.buffers import restore_buffers
 from luthier.models.quantized import (
     ask_for_trainable,
     check_stored,
@@ -129,13 +130,8 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
 
 def _mend(model: PreTrainedModel) -> None:
     """What models of some families need before they compute a batch as its rows alone; then training mode."""
-    if any(family.attention is Attention.CROSS for family in families_of(model.config)):
-        batch_invariance.see_own_pictures(model)
-    batch_invariance.hear_own_frames(model)
-    batch_invariance.join_shared_slots(model)
-    batch_invariance.merge_frames_by_chunk(model)
-    batch_invariance.name_decoder_inputs(model)
-    batch_invariance.list_pictures(model)
+    restore_buffers(model)
+    batch_invariance.hook(model)
     settle(model)
     model.train()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from luthier.media.families import rules
 from luthier.media.families.family import (
     CAT,
@@ -405,6 +407,18 @@ PARSING = (
     "{%- endfor -%}"
 )
 
+MINICPMV = Family(
+    name="minicpmv",
+    processors=("MiniCPMVProcessor",),
+    model_types=("minicpmv",),
+    image=Rule(measure=pictures.sizes, replace=expansion.bounded, mark=expansion.BOUNDED_MARK, fold=16),
+    batching={"pixel_values": CAT_LAST, "target_sizes": CAT},
+    call=rules.in_one_piece,
+    token_inputs={"mm_token_type_ids": rules.bounded_kinds},
+    in_lists=True,
+    modules=Modules(tower=("vpm",), projector=("resampler",), language=("llm.model", "llm.lm_head")),
+)
+
 REMOTE_ROWS = (
     Family(
         name="kimi_vl",
@@ -445,18 +459,19 @@ REMOTE_ROWS = (
         reason="its decoder attends to the image of the whole row",
         modules=Modules(tower=("encoder.model_encoder",), projector=("encoder",), language=("decoder", "lm_head")),
     ),
-    *(
-        Family(
-            name=name,
-            processors=(processor,),
-            model_types=(name,),
-            image=Rule(measure=pictures.sizes, replace=expansion.bounded, mark=expansion.BOUNDED_MARK, fold=16),
-            batching={"pixel_values": CAT_LAST, "target_sizes": CAT},
-            call=rules.in_one_piece,
-            token_inputs={"mm_token_type_ids": rules.bounded_kinds},
-            in_lists=True,
-            modules=Modules(tower=("vpm",), projector=("resampler",), language=("llm.model", "llm.lm_head")),
-        )
-        for name, processor in (("minicpmv", "MiniCPMVProcessor"), ("minicpmo", "MiniCPMOProcessor"))
+    MINICPMV,
+    replace(
+        MINICPMV,
+        name="minicpmo",
+        processors=("MiniCPMOProcessor",),
+        model_types=("minicpmo",),
+        audio=rules.AVERAGED_FRAMES,
+        batching={**MINICPMV.batching, "audio_features": PAD_CAT, "audio_frames": CAT},
+        token_inputs={"mm_token_type_ids": rules.bounded_kinds_and_sounds},
+        modules=Modules(
+            tower=("vpm", "apm"),
+            projector=("resampler", "audio_projection_layer"),
+            language=("llm.model", "llm.lm_head"),
+        ),
     ),
 )

@@ -12,7 +12,7 @@ from luthier.media.families.family import Features, Measured, Options, Outputs, 
 from luthier.media.geometry import sounds as audio
 from luthier.media.geometry import videos
 from luthier.media.geometry.sounds import FRAMES_A_TOKEN
-from luthier.media.processors.expansion import PICTURE_MARK
+from luthier.media.processors.expansion import BOUNDED_MARK, PICTURE_MARK, SOUND_MARK, spoken, writes_sounds
 
 
 def _own_string(settings: Settings, measured: Measured, index: int) -> str:
@@ -50,6 +50,9 @@ DMEL_FRAMES = Rule(measure=audio.dmel_frames, replace=_own_string, options=_RATE
 WAVEFORM_BLOCKS = Rule(measure=audio.waveform_blocks, options=_RATE)  # muse_spark
 LONG_CHUNKS = Rule(measure=audio.long_chunks, options=_RATE, fold=8)  # dots3_note
 SUBSAMPLED_FRAMES = Rule(measure=audio.subsampled_frames, options=_RATE)  # nemotron_h_omni
+AVERAGED_FRAMES = Rule(  # minicpmo
+    measure=audio.averaged_frames, replace=spoken, mark=SOUND_MARK, options=_RATE, fold=5
+)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -129,6 +132,14 @@ def bounded_kinds(processor: Processor, input_ids: TokenIds, features: Features)
     opens = np.isin(input_ids, number([part.im_start_token, part.slice_start_token]))
     closes = np.isin(input_ids, number([part.im_end_token, part.slice_end_token]))
     return (np.cumsum(opens) > np.cumsum(closes)).astype(np.int64) * ~opens
+
+
+def bounded_kinds_and_sounds(processor: Processor, input_ids: TokenIds, features: Features) -> NDArray[np.int64]:
+    """int64[T]: the same, and 3 for what stands for a sound between its two marks (MiniCPM-o)."""
+    tokenizer = processor.tokenizer
+    opens, closes = input_ids == tokenizer.audio_start_id, input_ids == tokenizer.audio_end_id
+    heard = (np.cumsum(opens) > np.cumsum(closes)) & ~opens
+    return np.where(heard, 3, bounded_kinds(processor, input_ids, features))
 
 
 def expert_kinds(processor: Processor, input_ids: TokenIds, features: Features) -> NDArray[np.int64]:
@@ -224,14 +235,30 @@ def in_one_piece(processor: Processor, text: str, arguments: Options) -> Outputs
     """MiniCPM-V up to 4.5 and MiniCPM-o, which give the slices of a text as a list: here they lie side by side.
 
     Of N slices of 3 channels, P pixels high, with L patches each: ``pixel_values`` [3, P, sum of L * P] and
-    ``target_sizes`` [N, 2], rows and columns of patches.
+    ``target_sizes`` [N, 2], rows and columns of patches. Of M sounds, cut after each half minute: ``audio_features``
+    [M, bands, frames] and ``audio_frames`` [M, 2], the frames of the sound and, with what fills it up, of all of them.
     """
     import torch
 
-    made = processor(text=[text], images=arguments["images"])
-    slices = [torch.as_tensor(one) for one in made["pixel_values"][0]]
-    sizes = torch.as_tensor(made["tgt_sizes"][0])
-    return {"input_ids": made["input_ids"], "pixel_values": torch.cat(slices, dim=-1), "target_sizes": sizes}
+    given: dict[str, object] = {}
+    if "images" in arguments:
+        given["images"] = arguments["images"]
+    if "audio" in arguments:
+        given["audios"] = [list(arguments["audio"])]
+        if not writes_sounds(processor):
+            given["chunk_input"] = True
+    if writes_sounds(processor):
+        text = text.replace(BOUNDED_MARK, BOUNDED_MARK[1:-1]).replace(SOUND_MARK, SOUND_MARK[1:-1])
+    made = processor(text=[text], **given)
+    outputs: dict[str, object] = {"input_ids": made["input_ids"]}
+    if "images" in given:
+        slices = [torch.as_tensor(one) for one in made["pixel_values"][0]]
+        outputs |= {"pixel_values": torch.cat(slices, dim=-1), "target_sizes": torch.as_tensor(made["tgt_sizes"][0])}
+    if "audios" in given:
+        frames = torch.as_tensor(made["audio_feature_lens"][0]).long()
+        whole = torch.full_like(frames, made["audio_features"].shape[-1])
+        outputs |= {"audio_features": made["audio_features"], "audio_frames": torch.stack([frames, whole], dim=1)}
+    return outputs
 
 
 def one_by_one(processor: Processor, text: str, arguments: Options) -> Outputs:

@@ -145,6 +145,17 @@ def subsampled_frames(settings: Settings, headers: Sequence[AudioHeader]) -> Mea
     return {"num_tokens": counts}
 
 
+def averaged_frames(settings: Settings, headers: Sequence[AudioHeader]) -> Measured:
+    """Frames halved by a convolution, groups of which are averaged (MiniCPM-o): ``num_samples`` and
+    ``num_audio_tokens`` [N]. A group is ``pool_step`` of 4.5's processor; that of 2.6 does not name its two.
+    """
+    group = vars(settings.processor).get("pool_step", 2)
+    lengths = [_samples(settings, header) for header in headers]
+    frames = [-(-length // settings["hop_length"]) for length in lengths]
+    tokens = [((count - 1) // 2 + 1) // group for count in frames]
+    return {"num_samples": lengths, "num_audio_tokens": _heard(headers, tokens)}
+
+
 # ---------------------------------------------------------------- the longest sound that is heard, by `Rule.longest`
 
 

@@ -126,6 +126,7 @@ def _video(
 
 PICTURE_MARK = "<|picture|>"  # what is written for a picture where a tokenizer has no token for one
 BOUNDED_MARK = "(<image>./</image>)"  # what MiniCPM-V up to 4.5 replaces in a text
+SOUND_MARK = "(<audio>./</audio>)"  # what MiniCPM-o replaces; 4.5 replaces both without the parentheses
 
 
 def kind_of(header: MediaHeader) -> MediaKind:
@@ -232,3 +233,23 @@ def bounded(settings: Settings, measured: Measured, index: int) -> str:
     """MiniCPM-V up to 4.5 and MiniCPM-o: the same slots for the picture and each of its slices, each between marks."""
     string: str = settings.part.get_slice_image_placeholder(measured["sizes"][index], index)
     return string
+
+
+def spoken(settings: Settings, measured: Measured, index: int) -> str:
+    """MiniCPM-o: slots for a sound between two marks, by 4.5's own rule. 2.6 writes them by the second, as its ``chat``
+    does: 60 slots, 25 a second, are three times marks around 25, 25 and 10.
+    """
+    processor = settings.processor
+    if writes_sounds(processor):
+        return str(processor.get_audio_placeholder(measured["num_samples"][index], chunk_input=False))
+    total, tokenizer = measured["num_audio_tokens"][index], processor.tokenizer
+    lengths = [min(SLOTS_A_SECOND, total - start) for start in range(0, total, SLOTS_A_SECOND)]
+    return "".join(f"{tokenizer.audio_start}{'<unk>' * length}{tokenizer.audio_end}" for length in lengths)
+
+
+def writes_sounds(processor: Processor) -> bool:
+    """Whether a class of MiniCPM-o has a rule of its own for the string of a sound, as from 4.5 on."""
+    return hasattr(processor, "get_audio_placeholder")
+
+
+SLOTS_A_SECOND = 25  # of MiniCPM-o 2.6: 100 frames, halved twice

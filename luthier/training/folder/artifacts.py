@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from luthier.config.objective import LOSSES, OBJECTIVES
 from luthier.config.schema import RunConfig
@@ -57,11 +58,13 @@ def save_model(
         for name in PROCESSOR_FILES:
             if (processor / name).is_file():
                 _copy_settings(processor / name, folder / name, tokenizer.files.chat_template)
+                _copy_code(processor / name, folder)
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Copy the tokenizer's own files, byte for byte; with added tokens, transformers writes them anew. Another chat
-    template than the one of the run is not taken along: programs differ in which of two they use.
+    """Copy the tokenizer's own files, byte for byte, and code that they name; with added tokens, transformers writes
+    them anew. Another chat template than the one of the run is not taken along: programs differ in which of two they
+    use.
 
     Raises as `transformers_tokenizer`.
     """
@@ -76,6 +79,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 _copy_settings(source / name, folder / name, tokenizer.files.chat_template)
+    if (source / TOKENIZER_FILES[1]).is_file():
+        _copy_code(source / TOKENIZER_FILES[1], folder)
     if tokenizer.files.chat_template is not None:
         (folder / TEMPLATE_FILE).write_text(tokenizer.files.chat_template, encoding="utf-8")
 
@@ -88,6 +93,18 @@ def _copy_settings(source: Path, target: Path, chat_template: str | None) -> Non
             target.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             return
     shutil.copyfile(source, target)
+
+
+def _copy_code(source: Path, folder: Path) -> None:
+    """Copy the modules that a JSON file names for its classes (``auto_map``), and those that they import, where they
+    lie beside it: the file is of no use without them."""
+    named = json.loads(source.read_text(encoding="utf-8")).get("auto_map", {})
+    references = [each for value in named.values() for each in ([value] if isinstance(value, str) else value) if each]
+    for reference in references:
+        module = source.parent / f"{reference.partition('.')[0]}.py"  # "owner/name--module.Class" is no file here
+        if module.is_file():
+            for code in (module, *map(Path, get_relative_import_files(str(module)))):
+                shutil.copyfile(code, folder / code.name)
 
 
 def transformers_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
