@@ -48,9 +48,8 @@ from luthier.preparation.prepared import Quarantine, SourceInfo, empty_side, num
 from luthier.preparation.resolver import ResolvedPortion, resolve_portions
 from luthier.sources import RowIndex, Source, open_sources, resolve_sources
 from luthier.sources.files import find_files
+from luthier.store import manifest, shard_reader
 from luthier.store.disk import Disk
-from luthier.store.manifest import FEEDS, SPOOL
-from luthier.store.shard_reader import store_gone
 from luthier.store.store import store_folder
 
 FACTS, FAILED, ALIVE = "facts.json", "failed.json", "alive"
@@ -184,7 +183,7 @@ class FeedReader:
             if failed.exists():
                 raise msgspec.json.decode(failed.read_bytes(), type=Failure).error()
             if self._alive is not None and not self.folder.is_dir():  # who started the feed has made its folder
-                raise store_gone(self.folder)
+                raise shard_reader.store_gone(self.folder)
             if not is_alive and self._alive is None:
                 raise self._no_sign()
             if not is_alive:
@@ -277,7 +276,7 @@ def prepares_meanwhile(config: RunConfig) -> bool:
 def feed_folder(config: RunConfig) -> Path:
     """One for each output folder, beside the store: the same on all ranks."""
     name = hashlib.sha256(str(config.output.dir.resolve()).encode()).hexdigest()[:16]
-    return store_folder(config.data.store, "").parent / FEEDS / name
+    return store_folder(config.data.store, "").parent / manifest.FEEDS / name
 
 
 def _num_bytes(sources: list[SourceConfig]) -> int:
@@ -383,7 +382,7 @@ class _Feeding:
                 return
 
     def _indexes(self, sources: Sequence[Source]) -> list[RowIndex]:
-        spool = self.store.parent / SPOOL
+        spool = self.store.parent / manifest.SPOOL
         found = []
         for source in sources:
             index = source.index(spool=spool)

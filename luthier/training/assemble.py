@@ -25,11 +25,8 @@ from luthier.engines.local import LocalEngine
 from luthier.errors import ModelError
 from luthier.loader.plan import StreamPlan
 from luthier.loader.settings import check_reward_columns, eval_settings, media_of, shares_prompts, units_of
-from luthier.models import adapter_files, adapter_targets, adapters
+from luthier.models import adapter_files, adapter_targets, adapters, quantized, sharding, submodules
 from luthier.models.model import LoadedModel, load_model, quantize_whole, run_precision
-from luthier.models.quantized import is_quantized
-from luthier.models.sharding import gather_all, give_up_gathered, is_sharded, place, unsharded_class, whole_weights
-from luthier.models.submodules import text_attention, undrawn
 from luthier.models.vocabulary import Vocabulary, rows_left_out
 from luthier.objectives.policy_losses import Advantage
 from luthier.packing.settings import Segments
@@ -37,33 +34,23 @@ from luthier.rewards.function_process import EnvironmentProcess, ToolBox
 from luthier.rewards.judging import RewardJudge
 from luthier.sources import open_sources, resolve_sources
 from luthier.sources.source import RowsByAddress
-from luthier.training import streams
+from luthier.training import initial_adapter, numerics, optimizer, streams
 from luthier.training.callbacks import EarlyStopping, Flow, Hooks, Journal, Meter, Unreached
 from luthier.training.data import RunData
 from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import OBJECTIVE_STATE, checkpoint_step, write_json
 from luthier.training.folder.run_folder import LostRows
-from luthier.training.initial_adapter import (
-    begin_by_activations,
-    begin_by_gradients,
-    begin_by_weighted_parts,
-    begin_by_what_is_rounded_away,
-    tell_as_plain,
-)
 from luthier.training.losses.objective import kernel_name, make_losses, model_pass
 from luthier.training.losses.policies import FLOOR_OF_16_BITS, PolicyLosses
 from luthier.training.losses.router_balance import RouterBalance
 from luthier.training.losses.step_losses import ObjectiveParts, StepLosses, names_of_drawing
 from luthier.training.losses.tower_features import AUTOCAST_DTYPES, choose_media
-from luthier.training.numerics import check_in_force, computed_in, weight_types, without_dropout
-from luthier.training.optimizer import training_arguments
 from luthier.training.report.result import ModelSummary
+from luthier.training.rollouts import ray_actors, reward_models
 from luthier.training.rollouts.answer_groups import AnswerLayout
 from luthier.training.rollouts.delivery import Delivery, delivery_of
 from luthier.training.rollouts.drawing import Rollouts
 from luthier.training.rollouts.early_warnings import EarlyWarnings
-from luthier.training.rollouts.ray_actors import ray_rewards
-from luthier.training.rollouts.reward_models import reward_judges
 from luthier.training.rollouts.sampler_probes import SamplerProbes
 from luthier.training.rollouts.spare_prompts import SparePrompts
 from luthier.training.rollouts.talks import Talks, sampling
@@ -105,7 +92,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: streams.World, no
     loaded = load_model(config, vocabulary)
     use_cache = bool(loaded.model.config.get_text_config().use_cache)
     is_adapter = config.adapter.type.is_beside
-    merged, few_bits = config.adapter.merge_first, is_quantized(loaded.model)
+    merged, few_bits = config.adapter.merge_first, quantized.is_quantized(loaded.model)
     loaded = replace(loaded, model=adapter_files.merge_first(loaded.model, config.adapter))
     if merged and few_bits:
         note("model: it came quantized, and has whole weights since adapters were merged into it")
@@ -122,7 +109,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: streams.World, no
         note(f"model: {decision}")
     set_seed(config.runtime.seed)  # the adapter's initial values
     model = adapters.apply_adapter(loaded.model, config.adapter, new_ids=vocabulary.new_ids)
-    if OBJECTIVES[config.objective.name].on_policy and (dropped := without_dropout(model)):
+    if OBJECTIVES[config.objective.name].on_policy and (dropped := numerics.without_dropout(model)):
         note(f"model: no dropout ({', '.join(dropped)}), as answers are drawn without it")
     if frozen := rows_left_out(model, vocabulary.new_ids):
         rows = f"the rows of {counted(len(vocabulary.new_ids), 'new token')} in {' and '.join(frozen)}"
@@ -194,7 +181,9 @@ def make_trainer(setup: RunSetup) -> Trainer:
     )
     steps = stream.first_step if stream.is_over else schedule.horizon  # the horizon may be an estimate
     begins = setup.first_step is None
-    arguments = training_arguments(config, max_steps=steps, evaluates=evaluates, evaluates_first=evaluates and begins)
+    arguments = optimizer.training_arguments(
+        config, max_steps=steps, evaluates=evaluates, evaluates_first=evaluates and begins
+    )
     losses, eval_losses = _losses(setup, how, shared=shared, device=arguments.device)
     if isinstance(run_model.model, PeftModel):
         _first_values(setup, run_model.model, how, losses)
@@ -230,7 +219,7 @@ def make_trainer(setup: RunSetup) -> Trainer:
         save_state=save_state,
     )
     trainer = Trainer(run_model.model, arguments, parts, _callbacks(setup, parts, evaluates=evaluates))
-    check_in_force(trainer.accelerator, run_precision(config))
+    numerics.check_in_force(trainer.accelerator, run_precision(config))
     return trainer
 
 
@@ -241,7 +230,7 @@ def _rollouts(setup: RunSetup, how: CollateSettings, losses: StepLosses, *, shar
     objective = OBJECTIVES[config.objective.name]
     if not objective.on_policy:
         return None
-    if (reason := undrawn(setup.run_model.loaded.model.config)) is not None:
+    if (reason := submodules.undrawn(setup.run_model.loaded.model.config)) is not None:
         raise ModelError(reason, hint="set objective: sft")
     local = LocalEngine(model, tokenizer, media=media, batch_size=config.rollout.batch_size)
     delivery = _delivery(setup, local, losses)
@@ -280,7 +269,7 @@ def _rollouts(setup: RunSetup, how: CollateSettings, losses: StepLosses, *, shar
         learned=objective.learned,
         delivery=delivery,
         spare=_spare(setup),
-        in_parts=is_sharded(model),
+        in_parts=sharding.is_sharded(model),
     )
 
 
@@ -297,9 +286,9 @@ def _judge(setup: RunSetup) -> RewardJudge:
     """All rewards of the run, in this process or on a cluster."""
     config, hooks = setup.config, setup.hooks
     if config.rollout.reward_actors.ray is None:
-        models = reward_judges(config, setup.run_model.model, setup.tokenizer, hooks.note)
+        models = reward_models.reward_judges(config, setup.run_model.model, setup.tokenizer, hooks.note)
     else:
-        models = ray_rewards(config, ranks=setup.world.size, closing=hooks.closing, tell=hooks.note)
+        models = ray_actors.ray_rewards(config, ranks=setup.world.size, closing=hooks.closing, tell=hooks.note)
     return RewardJudge(config.rollout.rewards, max_new_tokens=config.rollout.max_new_tokens, models=models)
 
 
@@ -310,8 +299,10 @@ def _delivery(setup: RunSetup, local: LocalEngine, losses: StepLosses) -> Delive
     model, is_main = setup.run_model.model, setup.world.is_main
 
     def save(folder: Path) -> None:
-        weights = whole_weights(model, keep=is_main) if is_sharded(model) else None  # all ranks gather
-        gather_all(model)  # again, as asking for its weights has divided it
+        weights = (
+            sharding.whole_weights(model, keep=is_main) if sharding.is_sharded(model) else None
+        )  # all ranks gather
+        sharding.gather_all(model)  # again, as asking for its weights has divided it
         if is_main:
             setup.run_model.save(folder, local.tokenizer, weights)
 
@@ -358,12 +349,12 @@ def summarise_model(setup: RunSetup, trainer: Trainer) -> ModelSummary:
     total, trainable = adapters.count_parameters(model)
     return ModelSummary(
         name=config.model.name_or_path,
-        architecture=unsharded_class(loaded.model).__name__,
+        architecture=sharding.unsharded_class(loaded.model).__name__,
         parameters=total,
         trainable_parameters=trainable,
-        dtype=weight_types(model),
-        precision=computed_in(trainer.accelerator, loaded.model),
-        attn_implementation=text_attention(loaded.model),  # that which keeps segments apart
+        dtype=numerics.weight_types(model),
+        precision=numerics.computed_in(trainer.accelerator, loaded.model),
+        attn_implementation=submodules.text_attention(loaded.model),  # that which keeps segments apart
         head_kernel=kernel_name(trainer.parts.losses.forward.head),
         device=str(trainer.args.device),
         adapter=adapters.adapter_facts(model),
@@ -403,7 +394,7 @@ def _losses(
 ) -> tuple[StepLosses, StepLosses]:
     """What is minimised, and what is measured on held-out rows; the model moves to its device for it."""
     config, data, run_model, tell = setup.config, setup.data, setup.run_model, setup.hooks.note
-    if note := place(run_model.model, device, config.runtime.sharding):
+    if note := sharding.place(run_model.model, device, config.runtime.sharding):
         tell(f"model: {note}")
     parts = ObjectiveParts(
         config=config,
@@ -422,7 +413,7 @@ def _losses(
         shared=shared,
     )
     losses = make_losses(parts, model_pass(parts, tell), tell)
-    give_up_gathered(run_model.model)  # the optimizer is to see parameters in parts
+    sharding.give_up_gathered(run_model.model)  # the optimizer is to see parameters in parts
     return losses
 
 
@@ -434,19 +425,21 @@ def _first_values(setup: RunSetup, model: PeftModel, how: CollateSettings, losse
             adapter_files.take_out_initial(model, initial)
             return
         if start == "corda":
-            begin_by_weighted_parts(model, losses.forward, setup.data.train, how, media)
+            initial_adapter.begin_by_weighted_parts(model, losses.forward, setup.data.train, how, media)
         else:
-            begin_by_gradients(model, losses, setup.data.train, how, media)
+            initial_adapter.begin_by_gradients(model, losses, setup.data.train, how, media)
         if setup.world.is_main:
             adapter_files.keep_initial_adapter(model, initial)
     match start if setup.first_step is None else None:
         case "eva":
-            begin_by_activations(model, losses.forward, setup.data.train, how, media)
+            initial_adapter.begin_by_activations(model, losses.forward, setup.data.train, how, media)
         case "loftq":
-            before, after = begin_by_what_is_rounded_away(model, setup.config, setup.run_model.vocabulary)
+            before, after = initial_adapter.begin_by_what_is_rounded_away(
+                model, setup.config, setup.run_model.vocabulary
+            )
             share = f"{after:.1%} of adapted layers' weights instead of {before:.1%}"
             setup.hooks.note(f"model: quantization rounds away {share}, as the adapter begins with a part of it")
-    tell_as_plain(model)
+    initial_adapter.tell_as_plain(model)
 
 
 def _one_pass(setup: RunSetup, how: CollateSettings, segments: Segments) -> streams.EvalStream:

@@ -27,10 +27,8 @@ from luthier.loader.settings import media_of
 from luthier.loader.stream_state import LoaderState
 from luthier.media.families.family import PackingSupport
 from luthier.metrics.table import JUDGE, metrics_of_answers
-from luthier.models import adapter_files
+from luthier.models import adapter_files, sharding, submodules
 from luthier.models.model import run_device
-from luthier.models.sharding import gather_all, give_up_gathered, is_sharded, refuse_other_ways, whole_weights
-from luthier.models.submodules import decoder_family
 from luthier.packing.settings import Segments
 from luthier.preparation.prepared import Prepared
 from luthier.sources import open_sources, resolve_sources
@@ -90,7 +88,7 @@ def fit_data(
     on_event: events.EventListener | None = None,
 ) -> RunResult:
     """`fit` for segments from anywhere. Data that is still on its way is asked for when the ranks have met."""
-    refuse_other_ways(os.environ)
+    sharding.refuse_other_ways(os.environ)
     with own_numerics() as not_followed:
         return _fit(config, tokenizer, data, tuple(callbacks), on_event, not_followed)
 
@@ -299,7 +297,7 @@ def _questions(run: Run) -> list[Question] | HeldOutTalks:
     if not wanted:
         return []
     metrics_of_answers(config.eval.metrics)  # raises before any answer is generated
-    if (family := decoder_family(model.loaded.model.config)) is not None:
+    if (family := submodules.decoder_family(model.loaded.model.config)) is not None:
         raise UserError(
             f"eval.generate_rows is {wanted}, and answers of {family.name} are not generated in training",
             hint="set eval.generate_rows: 0; held-out rows are still measured by their loss",
@@ -351,13 +349,13 @@ def _answer(run: Run, questions: list[Question] | HeldOutTalks) -> None:
     on all of them at once, so that all answer the same."""
     config, run_model, hooks = run.setup.config, run.setup.run_model, run.setup.hooks
     is_main = run.setup.world.is_main
-    if questions and (is_main or is_sharded(run_model.model)):
+    if questions and (is_main or sharding.is_sharded(run_model.model)):
         step, names = run.trainer.state.global_step, config.eval.metrics
         judge = AnswerScorer(config.judge) if is_main and JUDGE in names else None
         measures = AnswerMeasures(metrics=metrics_of_answers(names), judge=judge)
         rollouts = run.trainer.parts.stream.rollouts
         if rollouts is not None:  # what tools and rewards say may differ between ranks, and with it what is drawn
-            gather_all(run_model.model)
+            sharding.gather_all(run_model.model)
         if isinstance(questions, HeldOutTalks):
             assert isinstance(rollouts, Rollouts), "they are what leads conversations"
             answers = questions.answer_all(step, rollouts, measures.metrics)
@@ -374,7 +372,7 @@ def _answer(run: Run, questions: list[Question] | HeldOutTalks) -> None:
             )
             if isinstance(rollouts, Rollouts):
                 answers = with_rewards(answers, questions, rollouts, answering(config))
-        give_up_gathered(run_model.model)
+        sharding.give_up_gathered(run_model.model)
         hooks.tell(answers)
         if unjudged := answers.unjudged:
             told = "; ".join(f"{reason}: {count}" for reason, count in unjudged.items())
@@ -386,7 +384,7 @@ def _save(run: Run) -> None:
     """The final model, and the merged one if asked for: the main process writes, all gather what is sharded."""
     run_model, tokenizer, config = run.setup.run_model, run.setup.tokenizer, run.setup.config
     is_main, folder = run.setup.world.is_main, config.output.dir
-    weights = whole_weights(run_model.model, keep=is_main) if is_sharded(run_model.model) else None
+    weights = sharding.whole_weights(run_model.model, keep=is_main) if sharding.is_sharded(run_model.model) else None
     if not is_main:
         return
     with replacing(folder / run_folder.MODEL_FOLDER) as staging:

@@ -19,12 +19,8 @@ from luthier.collation import CollateSettings, MediaInputs, batch_of_packs
 from luthier.config.inputs import QuantizationConfig
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
-from luthier.models.adapter_files import linear_layers, take_out
+from luthier.models import adapter_files, passes, quantized, routers, submodules
 from luthier.models.model import load_model
-from luthier.models.passes import ModelPass, casting
-from luthier.models.quantized import whole_weight
-from luthier.models.routers import times_shown
-from luthier.models.submodules import evaluating
 from luthier.models.vocabulary import Vocabulary
 from luthier.packing.settings import Segments
 from luthier.records import Batch, Pack
@@ -36,7 +32,7 @@ MOST_PASSES = 20  # over these rows, until the directions stay the same
 
 
 def begin_by_activations(
-    model: PeftModel, forward: ModelPass, train: Segments, how: CollateSettings, media: MediaInputs | None
+    model: PeftModel, forward: passes.ModelPass, train: Segments, how: CollateSettings, media: MediaInputs | None
 ) -> None:
     """Let each matrix A begin with the directions in which the inputs of its layer vary most, over the first rows of
     the run; padding counts nowhere. B begins with 0, so the model computes what it did.
@@ -45,7 +41,7 @@ def begin_by_activations(
     """
     settings = model.peft_config["default"]
     batches = [forward.isolation.arranged(each, pad_token_id=how.pad_token_id) for each in _first(train, how, media)]
-    fewest = min((int((times_shown(batch) > 0).sum()) for batch in batches), default=0)
+    fewest = min((int((routers.times_shown(batch) > 0).sum()) for batch in batches), default=0)
     if fewest < settings.r:
         raise ModelError(
             f"adapter.init_lora_weights is eva, and {ROWS_OF_BATCH} rows have "
@@ -61,7 +57,7 @@ def begin_by_activations(
             raise ModelError(
                 f"adapter.init_lora_weights is eva, and {what}", hint="set adapter.init_lora_weights: true"
             )
-        with torch.no_grad(), casting(forward.device, forward.autocast):
+        with torch.no_grad(), passes.casting(forward.device, forward.autocast):
             network(**forward.isolation.inputs(batch, device=forward.device))
 
     with warnings.catch_warnings():
@@ -70,7 +66,7 @@ def begin_by_activations(
             model,
             batches,
             forward_fn=compute,
-            prepare_model_inputs_fn=lambda batch, _: times_shown(batch).to(forward.device) > 0,
+            prepare_model_inputs_fn=lambda batch, _: routers.times_shown(batch).to(forward.device) > 0,
             prepare_layer_inputs_fn=_shown,
             gather_distributed_inputs=False,
             show_progress_bar=False,
@@ -78,11 +74,11 @@ def begin_by_activations(
 
 
 def begin_by_weighted_parts(
-    model: PeftModel, forward: ModelPass, train: Segments, how: CollateSettings, media: MediaInputs | None
+    model: PeftModel, forward: passes.ModelPass, train: Segments, how: CollateSettings, media: MediaInputs | None
 ) -> None:
     """Let each B A, scaled, begin as the part of its weight that matters most to the inputs of the layer over the first
     rows (CorDA's ipm), and leave the rest in the base; padding counts nowhere."""
-    layers = [layer for _, layer in linear_layers(model)]
+    layers = [layer for _, layer in adapter_files.linear_layers(model)]
     sums: dict[nn.Module, torch.Tensor] = {}
     shown_N = torch.empty(0)
 
@@ -96,8 +92,8 @@ def begin_by_weighted_parts(
     try:
         for batch in batches:
             arranged = forward.isolation.arranged(batch, pad_token_id=how.pad_token_id)
-            shown_N = times_shown(arranged).to(forward.device) > 0
-            with torch.no_grad(), casting(forward.device, forward.autocast), evaluating(model):
+            shown_N = routers.times_shown(arranged).to(forward.device) > 0
+            with torch.no_grad(), passes.casting(forward.device, forward.autocast), submodules.evaluating(model):
                 model(**forward.isolation.inputs(arranged, device=forward.device))
     finally:
         for hook in hooks:
@@ -124,7 +120,7 @@ def begin_by_gradients(
 
     Raises `ModelError` where nothing is learned from these rows.
     """
-    layers = [layer for _, layer in linear_layers(model)]
+    layers = [layer for _, layer in adapter_files.linear_layers(model)]
     bases = [layer.get_base_layer() for layer in layers]
     batches = _first(train, how, media)
     units = sum(losses.num_units(batch) for batch in batches)
@@ -165,7 +161,7 @@ def _begin(layer: LoraLayer, begin: Callable[[LoraLayer], None]) -> None:
         torch.manual_seed(0)  # LoRA-GA's decomposition is a random one, and is to be the same on all ranks
         begin(layer)
     A.data, B.data = A.data.to(dtype), B.data.to(dtype)
-    take_out(layer, whole_OI, A, B)
+    adapter_files.take_out(layer, whole_OI, A, B)
 
 
 def tell_as_plain(model: PeftModel) -> None:
@@ -201,8 +197,8 @@ def begin_by_what_is_rounded_away(model: PeftModel, config: RunConfig, vocabular
 def _begin_layer(layer: LoraLayer, whole: nn.Module) -> tuple[float, float, float]:
     """Set A and B of one layer; gives the squared norms of what is lost, before and after, and of the weight."""
     A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    weight_OI = whole_weight(whole).to(A.device)
-    lost_OI = weight_OI - whole_weight(layer.get_base_layer())
+    weight_OI = quantized.whole_weight(whole).to(A.device)
+    lost_OI = weight_OI - quantized.whole_weight(layer.get_base_layer())
     rank, scale = len(A), layer.scaling["default"]
     left, sizes, right = torch.svd_lowrank(lost_OI, q=min(2 * rank, *lost_OI.shape), niter=8)
     roots = (sizes[:rank] / scale).sqrt()

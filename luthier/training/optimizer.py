@@ -26,12 +26,8 @@ from luthier.config.schema import RunConfig, TrainConfig
 from luthier.errors import UNPLACED, ConfigError, ModelError, Problem
 from luthier.loader.plan import StreamPlan
 from luthier.loader.settings import warmup_steps
-from luthier.models import sharding
-from luthier.models.adapters import decoder_layers
+from luthier.models import adapters, routers, sharding, submodules, vocabulary
 from luthier.models.model import run_device, run_precision, use_liger
-from luthier.models.routers import router_names
-from luthier.models.submodules import find_parts, plain_model
-from luthier.models.vocabulary import ends_of
 from luthier.training.callbacks import is_greater_better
 from luthier.training.updates import BlockAdamW, Group, MuonWithAdamW, OffloadedOptimizer, tell_projectors
 from luthier.writing import counted
@@ -210,7 +206,7 @@ def _groups(
 
 def hidden_matrices(model: nn.Module) -> set[int]:
     """``id`` of each matrix that takes hidden states to hidden states: of linear layers but the output layer."""
-    plain = plain_model(model)
+    plain = submodules.plain_model(model)
     ends: Iterable[nn.Module | None] = ()
     if isinstance(plain, PreTrainedModel):
         ends = (plain.get_input_embeddings(), plain.get_output_embeddings())
@@ -234,7 +230,7 @@ def check_blocks(model: nn.Module, config: RunConfig) -> None:
     train = config.train
     if train.optim != "badam" or train.optim_args.get("ends") or config.adapter.type is not AdapterType.FREEZE:
         return
-    layers = decoder_layers(plain_model(model))
+    layers = adapters.decoder_layers(submodules.plain_model(model))
     inside = {id(weight) for layer in layers or () for weight in layer.parameters()}
     left = [name for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in inside]
     if left:
@@ -245,7 +241,7 @@ def check_blocks(model: nn.Module, config: RunConfig) -> None:
 
 
 def _badam(model: nn.Module, args: TrainingArguments, own: dict[str, Any], adam: Group) -> torch.optim.Optimizer:
-    layers = decoder_layers(model) if isinstance(model, PreTrainedModel) else [model]
+    layers = adapters.decoder_layers(model) if isinstance(model, PreTrainedModel) else [model]
     if layers is None:
         raise ModelError(f"{type(model).__name__} has no list of decoder layers, which badam takes one by one")
     places = {id(weight): number for number, layer in enumerate(layers) for weight in layer.parameters()}
@@ -325,8 +321,8 @@ def rate_factors(model: nn.Module, config: RunConfig) -> dict[int, float]:
     train, ratio = config.train, config.adapter.loraplus_lr_ratio
     factors: dict[int, float] = {}
     if train.layer_decay < 1.0:
-        plain = plain_model(model)
-        layers = decoder_layers(plain)
+        plain = submodules.plain_model(model)
+        layers = adapters.decoder_layers(plain)
         if layers is None:
             raise ModelError(f"train.layer_decay: {type(plain).__name__} has no list of decoder layers")
         stack = [plain.get_input_embeddings(), *layers]
@@ -343,18 +339,20 @@ def rate_factors(model: nn.Module, config: RunConfig) -> dict[int, float]:
 
 
 def _trained_of(model: nn.Module, part: RatePart) -> list[int]:
-    plain = plain_model(model)
+    plain = submodules.plain_model(model)
     match part:
         case RatePart.EMBEDDING | RatePart.OUTPUT_LAYER:
-            ends = list(ends_of(plain).values())
+            ends = list(vocabulary.ends_of(plain).values())
             if part is RatePart.OUTPUT_LAYER and len(ends) == 1:
                 what = f"{type(plain).__name__} has no output layer but its embedding"
                 raise ModelError(f"train.learning_rates: {what}", hint="name embedding instead")
             weights = list(ends[part is RatePart.OUTPUT_LAYER].parameters())
         case RatePart.ROUTER:
-            weights = [weight for name in router_names(plain) for weight in plain.get_submodule(name).parameters()]
+            weights = [
+                weight for name in routers.router_names(plain) for weight in plain.get_submodule(name).parameters()
+            ]
         case RatePart.PROJECTOR | RatePart.TOWER:
-            parts = find_parts(plain)
+            parts = submodules.find_parts(plain)
             weights = [weight for name, weight in plain.named_parameters() if parts.of(name).value == part.value]
     if found := [id(weight) for weight in weights if weight.requires_grad]:
         return found

@@ -21,24 +21,18 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, get_scheduler
 
+from luthier.config import machine, optimizers
 from luthier.config.choices import AdapterType, Precision, Sharding, Strategy
 from luthier.config.draft import Draft, unread_settings
 from luthier.config.inputs import MediaCache
-from luthier.config.machine import EXTRA, is_installed
 from luthier.config.objective import OBJECTIVES
-from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import AdapterConfig, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, UserError, first_line, place_of
 from luthier.loader.settings import answer_faults, data_faults, media_of
 from luthier.media import MediaSource
-from luthier.models.adapter_files import check_mergeable, shape_existing
-from luthier.models.adapters import apply_adapter, tied_by_name
+from luthier.models import adapter_files, adapters, quantized, routers, sharding, submodules
 from luthier.models.model import build_weightless, check_choices, check_quantized, run_device
-from luthier.models.quantized import bytes_when_quantized
-from luthier.models.routers import balanced_routers, choose_experts, router_names
-from luthier.models.sharding import compilable_layers, divisible_layers, refuse_other_ways
-from luthier.models.submodules import decoder_family, undrawn
 from luthier.models.vocabulary import Vocabulary
 from luthier.training.folder.run_folder import check_run_folder
 from luthier.training.folder.state import check_writable
@@ -94,7 +88,7 @@ def check_run(draft: Draft) -> list[str]:
 
 def _environment(draft: Draft) -> Iterator[Problem]:
     try:
-        refuse_other_ways(os.environ)
+        sharding.refuse_other_ways(os.environ)
     except UserError as error:
         yield Problem(where="environment", key="", what=error.message, hint=error.hint)
 
@@ -103,10 +97,12 @@ def _media_packages(draft: Draft) -> Iterator[Problem]:
     model = draft.config.model
     own = Path(model.name_or_path).expanduser()
     source = MediaSource.of_model(own, model.model_copy(update={"tokenizer_name_or_path": None}), draft.config.media)
-    missing = [name for module, name in (("PIL", "pillow"), ("torchvision", "torchvision")) if not is_installed(module)]
+    missing = [
+        name for module, name in (("PIL", "pillow"), ("torchvision", "torchvision")) if not machine.is_installed(module)
+    ]
     if source.folder is not None and missing:
         what = f"a multimodal model needs {' and '.join(missing)}, not installed here"
-        yield draft.problem("model.name_or_path", what, EXTRA.format(extra="media"))
+        yield draft.problem("model.name_or_path", what, machine.EXTRA.format(extra="media"))
 
 
 def _devices(draft: Draft) -> Iterator[Problem]:
@@ -165,7 +161,7 @@ def _schedule(draft: Draft) -> Iterator[Problem]:
 
 def _optimizer(draft: Draft) -> Iterator[Problem]:
     """The optimizer takes a step on a small matrix, on the device of the run."""
-    train, row = draft.config.train, OPTIMIZERS[draft.config.train.optim]
+    train, row = draft.config.train, optimizers.OPTIMIZERS[draft.config.train.optim]
     ranks = int(os.environ.get("WORLD_SIZE", "1") or 1)
     if ranks > 1 and (row.in_backward or row.name in ONE_PROCESS):
         what = f"{row.name} changes weights without waiting for other processes, and {ranks} are started"
@@ -250,9 +246,9 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
             yield draft.at_its_key(error, "model.name_or_path")
         return
     chosen = config.model.experts_implementation
-    yield from draft.told("model.experts_implementation", lambda: choose_experts(model, chosen))
+    yield from draft.told("model.experts_implementation", lambda: routers.choose_experts(model, chosen))
     yield from draft.told("model.quantization", lambda: check_quantized(config, model))
-    if draft.given("adapter.train_routers") and not router_names(model):
+    if draft.given("adapter.train_routers") and not routers.router_names(model):
         notes.append(f"{draft.cite('adapter.train_routers')} is not read: the model has no experts")
     yield from _weights(draft, model)
     yield from _positions(draft, model, notes)
@@ -262,24 +258,26 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
         return  # such matrices may be larger than the memory
     # no weights are there for an adapter to be made of
     fresh = config.adapter.model_copy(update={"init_lora_weights": True})
-    yield from draft.told("train.router_aux_loss_coef", lambda: balanced_routers(model, config.train))
+    yield from draft.told("train.router_aux_loss_coef", lambda: routers.balanced_routers(model, config.train))
     if config.train.torch_compile:
-        yield from draft.told("train.torch_compile", lambda: compilable_layers(model))
+        yield from draft.told("train.torch_compile", lambda: sharding.compilable_layers(model))
     if config.media.cache is not MediaCache.NONE:
         media = media_of(config, tokenizer.files.folder)
         yield from draft.told("media.cache", lambda: readable_media(media, model))
     for index, first in enumerate(config.adapter.merge_first):
         key = f"adapter.merge_first[{index}]"
-        yield from draft.told(key, partial(check_mergeable, model, first, key))
+        yield from draft.told(key, partial(adapter_files.check_mergeable, model, first, key))
     adapted: list[PreTrainedModel | PeftModel] = []
     if (existing := config.adapter.name_or_path) is not None:
-        shaped = lambda: adapted.append(shape_existing(model, config.adapter, existing))  # noqa: E731
+        shaped = lambda: adapted.append(adapter_files.shape_existing(model, config.adapter, existing))  # noqa: E731
         yield from draft.told("adapter.name_or_path", shaped)
     else:
         new_ids = vocabulary.new_ids
-        yield from draft.told("adapter.type", lambda: adapted.append(apply_adapter(model, fresh, new_ids=new_ids)))
+        yield from draft.told(
+            "adapter.type", lambda: adapted.append(adapters.apply_adapter(model, fresh, new_ids=new_ids))
+        )
     if adapted:
-        for name, first in tied_by_name(adapted[0], config.adapter.freeze_trainable_modules).items():
+        for name, first in adapters.tied_by_name(adapted[0], config.adapter.freeze_trainable_modules).items():
             notes.append(
                 f"{draft.cite('adapter.freeze_trainable_modules')} names {name}, which is the same weight as {first}: "
                 "both are trained"
@@ -287,14 +285,14 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
         yield from draft.told("train.learning_rates", lambda: rate_factors(adapted[0], config))
         yield from draft.told("adapter.freeze_trainable_modules", lambda: check_blocks(adapted[0], config))
     if config.runtime.sharding is Sharding.FSDP and adapted:
-        yield from draft.told("runtime.sharding", lambda: divisible_layers(adapted[0]))
+        yield from draft.told("runtime.sharding", lambda: sharding.divisible_layers(adapted[0]))
 
 
 def _weights(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
     """Weights are loaded, or made, in the machine's own memory, whatever the device."""
     section = draft.config.model.quantization
     try:
-        bytes_of = bytes_when_quantized(model, section, draft.config.adapter.modules_to_save)
+        bytes_of = quantized.bytes_when_quantized(model, section, draft.config.adapter.modules_to_save)
     except ModelError:
         bytes_of = {}  # told already
     needed = sum(bytes_of.get(id(each), each.numel() * each.element_size()) for each in model.parameters())
@@ -325,8 +323,8 @@ def _positions(draft: Draft, model: PreTrainedModel, notes: list[str]) -> Iterat
 def _generation(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
     """Whether this model can answer in training, and answers as long as it may."""
     evaluation, objective = draft.config.eval, draft.config.objective.name
-    family = decoder_family(model.config)
-    if OBJECTIVES[objective].on_policy and (reason := undrawn(model.config)) is not None:
+    family = submodules.decoder_family(model.config)
+    if OBJECTIVES[objective].on_policy and (reason := submodules.undrawn(model.config)) is not None:
         what = f"{objective} learns from answers that the run draws, and {reason}"
         yield draft.problem("objective.name", what, "set objective: sft")
     known = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -328,7 +328,7 @@ def test_a_second_model_as_the_reference_sees_segments_alone_too(
         return step.loss
 
     assert loss() == pytest.approx(0.5, rel=1e-4)
-    monkeypatch.setattr(reference_choice, "part_mixers", lambda model: ())
+    monkeypatch.setattr(reference_choice.mixers, "part_mixers", lambda model: ())
     assert loss() != pytest.approx(0.5, rel=1e-3), "control"
 
 

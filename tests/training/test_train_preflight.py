@@ -526,7 +526,7 @@ def test_a_folder_that_takes_no_file_is_told(described: Callable[..., Draft], mo
 def test_a_model_that_sees_is_told_what_its_pictures_need(
     described: Callable[..., Draft], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "is_installed", lambda module: module != "torchvision")
+    monkeypatch.setattr(machine, "is_installed", lambda module: module != "torchvision")
     (problem,) = problems_of(lambda: check_run(described("model.name_or_path=preset:tiny-qwen3-vl")))
     assert problem.key == "model.name_or_path" and "torchvision" in problem.what and "[media]" in str(problem.hint)
 

@@ -11,12 +11,9 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from luthier.config.peers.axolotl_rows import RowsRead, read_data
-from luthier.config.peers.deepspeed import share_as_deepspeed
+from luthier.config.peers import axolotl_rows, deepspeed, trl, trl_rows
 from luthier.config.peers.drawn import DEFAULTS, DrawnAnswers
 from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, names_of
-from luthier.config.peers.trl import mixed_losses
-from luthier.config.peers.trl_rows import columns_of
 from luthier.config.tree import MappingNode, Node, Scalar
 from luthier.config.tree import plain as value_of
 from luthier.writing import JsonObject, counted
@@ -85,7 +82,7 @@ def _objective(reading: Translator) -> None:
     of = "reward_model" if is_reward else "rl"
     is_drawn = rl == "grpo"
     kinds = "verdicts" if rl == "kto" else "pairs" if is_reward or (rl and not is_drawn) else "answers"
-    rows = read_data(reading, kinds)
+    rows = axolotl_rows.read_data(reading, kinds)
     if is_drawn:
         _drawn(reading)
     elif is_reward:
@@ -119,7 +116,7 @@ def _drawn(reading: Translator) -> None:
     reading.take("vllm")
     listed = reading.take("datasets")
     first = listed[0] if isinstance(listed, list) and listed else listed
-    found = columns_of(str(first.get("path"))) if isinstance(first, dict) else None
+    found = trl_rows.columns_of(str(first.get("path"))) if isinstance(first, dict) else None
     DrawnAnswers(
         reading=reading, given=given, at=lambda key: f"trl.{key}", rows=rows, rows_key="micro_batch_size",
         plain=found is not None and "prompt" in found.texts,
@@ -132,7 +129,7 @@ def _preferences(reading: Translator, rl: str) -> None:
     reading.set("objective.name", "kto" if rl == "kto" else "dpo", "rl")
     kinds, _ = reading.take("dpo_loss_type"), reading.take("dpo_loss_weights")
     if kinds is not None and rl == "dpo":
-        mixed_losses(reading, "dpo_loss_type", "dpo_loss_weights")
+        trl.mixed_losses(reading, "dpo_loss_type", "dpo_loss_weights")
     elif loss is not None:
         reading.set("objective.loss", loss, "rl")
     reading.switch("objective.loss", "wpo", "dpo_use_weighting")
@@ -155,7 +152,7 @@ def _preferences(reading: Translator, rl: str) -> None:
     reading.switch("objective.reference.source", "precomputed", "precompute_ref_log_probs")
 
 
-def _lengths(reading: Translator, rows: RowsRead) -> None:
+def _lengths(reading: Translator, rows: axolotl_rows.RowsRead) -> None:
     strategy, is_packed = reading.take("excess_length_strategy"), reading.flag("sample_packing")
     reading.defaults |= {"sample_packing"} - set(reading.entries)
     if "overflow" not in _entries(reading, "data"):
@@ -394,7 +391,7 @@ def _devices(reading: Translator) -> None:
     fsdp, config, shards = reading.take("fsdp"), _mapping(reading, "fsdp_config"), reading.take("dp_shard_size")
     reading.take("fsdp_version")
     if (path := reading.take("deepspeed")) not in (None, "", False):
-        share_as_deepspeed(reading, path)
+        deepspeed.share_as_deepspeed(reading, path)
     elif shards == 1:
         reading.passed |= {key: "dp_shard_size is 1: nothing is shared" for key in ("fsdp_config",) if config}
     elif fsdp or config or shards:

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from luthier.config.peers.axolotl_texts import chat_of, patterns_of
-from luthier.config.peers.named_files import rows_of_split
+from luthier.config.peers import axolotl_texts, named_files, trl_rows
 from luthier.config.peers.translation import Translator, names_of
-from luthier.config.peers.trl_rows import columns_of
 from luthier.writing import JsonObject
 
 _DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|tsv|arrow|txt|md)(\.(gz|zst|bz2|xz))?$")
@@ -202,7 +200,7 @@ class _DataSet:
 
     def _drop_absent(self, path: str) -> None:
         """Columns that the first row of a local file has not are not read, as in axolotl."""
-        rows = None if path.startswith("hub:") else columns_of(path)
+        rows = None if path.startswith("hub:") else trl_rows.columns_of(path)
         if rows is not None:
             if self.kind is not None and self.kind.format == "alpaca" and not self.as_text:
                 # earlier turns are never read, and a system message by few types
@@ -256,7 +254,7 @@ class _DataSet:
             return {}
         if path.startswith("hub:"):
             return {"split": ("split", str(split))}
-        found = rows_of_split(str(split))
+        found = named_files.rows_of_split(str(split))
         if found is None:
             self._refuse("split", f"of files, {split} is not taken", "write train, train[:1000] or train[10%:90%]")
             return {}
@@ -292,10 +290,10 @@ class _DataSet:
         style: Any = table["styles"][known["style"]] if "style" in known else known
         template = style.get("template")
         if "prompt" in style:
-            template = chat_of(style["system"], style["prompt"], "{answer}")
+            template = axolotl_texts.chat_of(style["system"], style["prompt"], "{answer}")
         patterns = style.get("patterns", ())
         if "prompt" in style:
-            patterns = patterns_of(style["system"], style["prompt"], style.get("intro", ""))
+            patterns = axolotl_texts.patterns_of(style["system"], style["prompt"], style.get("intro", ""))
         return RowType(
             patterns=tuple(patterns) if known["format"] in ("alpaca", "prompt_completion") else (),
             format=known["format"], template=template, intro=style.get("intro"),
@@ -342,8 +340,8 @@ class _DataSet:
             intros = [system.replace("{system}", intro or "")] if intro or "{system}" not in system else [system, ""]
             patterns = tuple(first + str(text) for first in intros for text in texts)
         return RowType(
-            format=fmt["format"], template=chat_of(system, prompt, answer), intro=intro or None, columns=columns,
-            patterns=patterns, reads_system=True,
+            format=fmt["format"], template=axolotl_texts.chat_of(system, prompt, answer), intro=intro or None,
+            columns=columns, patterns=patterns, reads_system=True,
         )  # fmt: skip
 
     def _template(self, kind: RowType) -> None:

@@ -10,10 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from luthier.config.peers import translation
-from luthier.config.peers.deepspeed import share_as_deepspeed
-from luthier.config.peers.named_files import beside
-from luthier.config.peers.trl_rows import columns_of, train_all_parts
+from luthier.config.peers import deepspeed, named_files, translation, trl_rows
 from luthier.config.tree import MappingNode, plain
 from luthier.writing import JsonObject, counted
 
@@ -68,7 +65,7 @@ def _data(reading: translation.Translator) -> None:
     if str(name).endswith((".yaml", ".yml")):
         listed, where = (
             translation.mapping_beside(reading, "train_dataset", name),
-            beside(str(name), reading.name) or name,
+            named_files.beside(str(name), reading.name) or name,
         )
         if not listed:
             reading.is_no_run = True
@@ -88,7 +85,7 @@ def _source(reading: translation.Translator, where: str, name: str, entry: Any) 
     given = dict(entry) if isinstance(entry, dict) else {}
     path = str(given.pop("path", ""))
     if given.pop("source", "hf_hub") == "local":
-        source: JsonObject = {"path": path if os.path.exists(path) else str(beside(path, where) or path)}
+        source: JsonObject = {"path": path if os.path.exists(path) else str(named_files.beside(path, where) or path)}
     else:
         source = {"path": f"hub:{path}"}
     converter = given.pop("converter", None)
@@ -143,7 +140,7 @@ def _objective(reading: translation.Translator, sources: list[JsonObject]) -> No
 
 
 def _has_pairs(path: str) -> bool:
-    rows = None if path.startswith("hub:") else columns_of(path)
+    rows = None if path.startswith("hub:") else trl_rows.columns_of(path)
     return rows is not None and any(name.startswith("chosen") for name in rows.names)
 
 
@@ -151,7 +148,7 @@ def _has_pairs(path: str) -> bool:
 
 
 def _model(reading: translation.Translator) -> None:
-    train_all_parts(reading, "model")
+    trl_rows.train_all_parts(reading, "model")
     attention = reading.take("flash_attn")
     reading.set("model.attn_implementation", str(attention), "flash_attn")
     kernels = _section(reading, "kernel_config")
@@ -283,7 +280,7 @@ def _devices(reading: translation.Translator) -> None:
     name, quantized = section.get("name"), "model.quantization.type" in reading.origins
     optimizer: Any = plain(reading.tree)["train"]["optim"]  # type: ignore[index]
     if name == "deepspeed":
-        share_as_deepspeed(reading, section.get("config_file"))
+        deepspeed.share_as_deepspeed(reading, section.get("config_file"))
     elif quantized or optimizer == "muon":
         what = "quantized weights are" if quantized else "muon updates whole matrices: the model is"
         reading.told.append(f"dist_config: {what} whole on each device, not divided between several")

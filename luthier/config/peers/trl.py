@@ -11,11 +11,8 @@ import os
 from collections.abc import Mapping
 
 from luthier.config.objective import losses_of
-from luthier.config.peers import translation
-from luthier.config.peers.deepspeed import read_sharing
+from luthier.config.peers import deepspeed, named_files, translation, trl_rows
 from luthier.config.peers.drawn import DEFAULTS, RLOO_DEFAULTS, DrawnAnswers
-from luthier.config.peers.named_files import config_of
-from luthier.config.peers.trl_rows import evaluates, first_rows, objective_of, read_data, read_lessons, train_all_parts
 from luthier.config.tree import MappingNode, plain
 from luthier.writing import JsonObject, counted
 
@@ -120,7 +117,7 @@ def _inferred(reading: translation.Translator) -> str | None:
             reading.refuse(key, what, "keep the keys of one command")
             return None
         left, before = both, key if both != left else before
-    rows = first_rows(reading)
+    rows = trl_rows.first_rows(reading)
     if len(left) > 1 and rows is not None and rows.kind is not None:
         left = tuple(command for command in left if command in _KINDS[str(rows.kind)]) or left
         if len(left) == 1:
@@ -163,7 +160,7 @@ def _of_loss(reading: translation.Translator) -> tuple[str, ...]:
 
 
 def _losses(reading: translation.Translator) -> None:
-    objective = objective_of(reading)
+    objective = trl_rows.objective_of(reading)
     smooth = reading.take("label_smoothing_factor")
     if objective in ("sft", "pt"):
         loss = str(reading.take("loss_type") or "nll")
@@ -198,7 +195,7 @@ def _answers(reading: translation.Translator) -> None:
     given = {key: reading.take(key) for key in reading.entries if key in keys}
     rows = reading.take("per_device_train_batch_size"), reading.take("gradient_accumulation_steps") or 1
     reading.read.discard("per_device_train_batch_size")
-    rows_first = first_rows(reading)
+    rows_first = trl_rows.first_rows(reading)
     DrawnAnswers(
         reading=reading, given=given, at=str, rows=rows, rows_key="per_device_train_batch_size", is_rloo=is_rloo,
         plain=rows_first is not None and "prompt" in rows_first.texts,
@@ -277,7 +274,7 @@ def _divergence(reading: translation.Translator, loss: str) -> None:
 
 def _model(reading: translation.Translator) -> None:
     """Weights, attention and quantization; ``model_init_kwargs`` wins over the keys beside it, as in TRL."""
-    train_all_parts(reading, "model_name_or_path")
+    trl_rows.train_all_parts(reading, "model_name_or_path")
     inside = _mapping(reading, "model_init_kwargs")
     of = dict.fromkeys(inside, "model_init_kwargs")
     dtype = inside.pop("dtype", inside.pop("torch_dtype", reading.take("dtype")))
@@ -343,7 +340,7 @@ def _adapter(reading: translation.Translator) -> None:
     if targets is None and reading.take("lora_target_parameters") is None:
         reading.defaults.add("lora_target_modules")
     if targets is None:
-        model_type = str(config_of(str(plain(reading.entries["model_name_or_path"]))).get("model_type"))
+        model_type = str(named_files.config_of(str(plain(reading.entries["model_name_or_path"]))).get("model_type"))
         table: Mapping[str, list[str]] = reading.peer.table["peft_targets"]
         targets = next((names for names, kinds in table.items() if model_type in kinds), "q_proj v_proj").split()
         reading.told.append(
@@ -396,7 +393,7 @@ def _devices(reading: translation.Translator) -> None:
     """How several processes share the model. Luthier is started by torchrun, which says how many there are."""
     if (launch := reading.take("accelerate_config")) is not None:
         reading.set("runtime.sharding", "fsdp" if _shares(reading, launch) else "none", "accelerate_config")
-    read_sharing(reading)
+    deepspeed.read_sharing(reading)
     processes, started = reading.take("num_processes"), os.environ.get("WORLD_SIZE", "1")
     if processes is not None and str(processes) != started:
         reading.told.append(f"num_processes: this is {started} of {processes}; start them all by torchrun "
@@ -442,7 +439,7 @@ def _evaluation(reading: translation.Translator) -> None:
         reading.take("per_device_eval_batch_size"),
         reading.take("metric_for_best_model"),
     )
-    if not evaluates(reading):
+    if not trl_rows.evaluates(reading):
         if "data.eval_split" in reading.origins:
             reading.set("eval.strategy", "no", "eval_strategy")
         for key in ("eval_steps", "per_device_eval_batch_size", "metric_for_best_model"):
@@ -465,6 +462,6 @@ TRL = translation.Peer(
     name="TRL",
     file="trl.toml",
     is_its=_is_its,
-    rules=(_keys, _command, read_data, read_lessons, _losses, _model, _adapter, _memory, _schedule, _devices,
-           _folder, _evaluation),
+    rules=(_keys, _command, trl_rows.read_data, trl_rows.read_lessons, _losses, _model, _adapter, _memory, _schedule,
+           _devices, _folder, _evaluation),
 )  # fmt: skip

@@ -19,22 +19,10 @@ from luthier.config.objective import LOSSES, OBJECTIVES
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError, install_hint
 from luthier.loader.settings import units_of
-from luthier.models.attention_inputs import Isolation
-from luthier.models.encoders import run_blanks
+from luthier.models import attention_inputs, encoders, routers, sharding, submodules
 from luthier.models.isolation import ChosenIsolation, choose_isolation
 from luthier.models.model import REWARD_HEAD, is_reward_model
 from luthier.models.passes import ModelPass, OutputHead, casting, find_head, prove_head, reward_head, score_targets
-from luthier.models.routers import Routers, balanced_routers
-from luthier.models.sharding import compile_layers, forget_graphs
-from luthier.models.submodules import (
-    MediaNeeds,
-    evaluating,
-    families_of,
-    media_needs,
-    model_needs,
-    plain_model,
-    text_attention,
-)
 from luthier.objectives.head import AnyHead, Head, LigerKernel, liger_is_installed, runs_on
 from luthier.objectives.hidden_loss import hidden_loss_sum
 from luthier.objectives.token_losses import TokenSettings
@@ -52,14 +40,14 @@ def model_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPass:
 def _proven_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPass:
     compiled = parts.config.train.torch_compile
     if compiled:  # what is proven is what will run
-        layers = compile_layers(parts.model, recomputed=parts.config.train.gradient_checkpointing)
+        layers = sharding.compile_layers(parts.model, recomputed=parts.config.train.gradient_checkpointing)
         tell(f"model: {counted(layers, 'decoder layer is', 'decoder layers are')} compiled, in the first steps")
     model = HiddenStates(parts.model) if is_reward_model(parts.config) else parts.model
     if parts.how.packed:
         isolation = _isolation(parts, model, tell)
     else:
-        attention = text_attention(parts.loaded.model)
-        isolation = ChosenIsolation(isolation=Isolation.PADDED, attention=attention, windows={})
+        attention = submodules.text_attention(parts.loaded.model)
+        isolation = ChosenIsolation(isolation=attention_inputs.Isolation.PADDED, attention=attention, windows={})
     for note in isolation.notes:
         tell(f"attention: not {note}")
     if parts.how.packed:
@@ -75,21 +63,21 @@ def _proven_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPas
         if head.note is not None:
             tell(f"head: {head.note}")
     if compiled:
-        forget_graphs()
+        sharding.forget_graphs()
     return ModelPass(
         isolation=isolation,
         head=head,
         device=parts.device,
         pad_token_id=parts.how.pad_token_id,
         autocast=parts.autocast,
-        blanks=run_blanks(parts.model, parts.loaded.model, parts.media, device=parts.device, tell=tell),
+        blanks=encoders.run_blanks(parts.model, parts.loaded.model, parts.media, device=parts.device, tell=tell),
         routers=_routers(parts, tell),
     )
 
 
-def _routers(parts: ObjectiveParts, tell: Callable[[str], None]) -> Routers | None:
+def _routers(parts: ObjectiveParts, tell: Callable[[str], None]) -> routers.Routers | None:
     """Those whose load is balanced by a loss, if any. Raises as `balanced_routers`."""
-    found = balanced_routers(parts.loaded.model, parts.config.train)
+    found = routers.balanced_routers(parts.loaded.model, parts.config.train)
     if found is None:
         return None
     if parts.config.train.torch_compile:
@@ -130,12 +118,12 @@ def _isolation(parts: ObjectiveParts, model: nn.Module, tell: Callable[[str], No
     return choose(shared=False)
 
 
-def _needs(parts: ObjectiveParts) -> MediaNeeds:
+def _needs(parts: ObjectiveParts) -> submodules.MediaNeeds:
     """By the family's row; of a kind of model without one, by what its processor says."""
     model = parts.loaded.model
-    if parts.media is not None and not families_of(model.config):
-        return media_needs(parts.media.processor.family, model.config.to_dict())
-    return model_needs(model)
+    if parts.media is not None and not submodules.families_of(model.config):
+        return submodules.media_needs(parts.media.processor.family, model.config.to_dict())
+    return submodules.model_needs(model)
 
 
 def make_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
@@ -149,7 +137,7 @@ class HiddenStates(nn.Module):
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         super().__init__()
-        plain = plain_model(model)
+        plain = submodules.plain_model(model)
         self.plain, self.config = plain, plain.config
         assert hasattr(plain, REWARD_HEAD), f"{type(plain).__name__} has no {REWARD_HEAD}"
 
@@ -254,7 +242,7 @@ def _problem(parts: ObjectiveParts, model: nn.Module, head: OutputHead, inputs: 
         return kernel_problem(hidden_ND.repeat(times, 1), logits_of, ids_K, settings=settings)
 
     autocast = torch.autocast(next_N.device.type, parts.autocast, enabled=parts.autocast is not None)
-    with evaluating(model), torch.no_grad(), autocast:
+    with submodules.evaluating(model), torch.no_grad(), autocast:
         return score_targets(model, inputs, positions_N, score, head=head).scores
 
 

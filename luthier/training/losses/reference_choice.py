@@ -15,13 +15,9 @@ from luthier.config.objective import OBJECTIVES, ReferenceSource
 from luthier.config.schema import AdapterConfig, RunConfig
 from luthier.encoding.tokenizer_files import find_files
 from luthier.errors import ModelError, RowError, TokenizerError
-from luthier.models.adapter_files import merge_first, mutates_base
-from luthier.models.adapters import apply_adapter
-from luthier.models.mixers import part_mixers
+from luthier.models import adapter_files, adapters, mixers, quantized, submodules
 from luthier.models.model import load_model, quantize_whole
 from luthier.models.passes import ModelPass, casting, find_head, prove_head
-from luthier.models.quantized import is_quantized, quantization_note
-from luthier.models.submodules import plain_model, set_text_attention
 from luthier.preparation.segments import SegmentIndex
 from luthier.sources.rows import decode_strict
 from luthier.training.losses.objective import choose_kernel
@@ -78,7 +74,7 @@ def check_reference(config: RunConfig) -> None:
 
 
 def _check_base(config: RunConfig) -> None:
-    if mutates_base(config.adapter):
+    if adapter_files.mutates_base(config.adapter):
         initial = config.adapter.init_lora_weights
         raise ModelError(
             f"objective.reference is base, but adapter.init_lora_weights: {initial} changes the base, so that "
@@ -112,7 +108,7 @@ def _begins_at_base(config: RunConfig) -> bool:
     """Whether the model without its adapter is the one that training begins with."""
     adapter = config.adapter
     is_adapter = adapter.type.is_beside
-    return is_adapter and adapter.name_or_path is None and not mutates_base(adapter)
+    return is_adapter and adapter.name_or_path is None and not adapter_files.mutates_base(adapter)
 
 
 def _second_model(parts: ObjectiveParts, forward: ModelPass, tell: Callable[[str], None]) -> ReferenceModel:
@@ -122,9 +118,9 @@ def _second_model(parts: ObjectiveParts, forward: ModelPass, tell: Callable[[str
     model.requires_grad_(False)
     model.eval()
     tell(f"reference: a second model, {config.model.name_or_path if named is None else named}")
-    plain = plain_model(model)
-    if is_quantized(plain):
-        tell(f"reference: {quantization_note(plain)}")
+    plain = submodules.plain_model(model)
+    if quantized.is_quantized(plain):
+        tell(f"reference: {quantized.quantization_note(plain)}")
     model.to(parts.device)
     inputs = first_inputs(parts, forward.isolation)
     with casting(parts.device, parts.autocast):
@@ -138,7 +134,7 @@ def _own_again(parts: ObjectiveParts, forward: ModelPass) -> PreTrainedModel | P
     """The model that training begins with, with the adapter that it goes on from."""
     model = _loaded(_quantized_as_asked(parts.config), parts, forward)
     adapter = parts.config.adapter
-    return model if adapter.name_or_path is None else apply_adapter(model, adapter)
+    return model if adapter.name_or_path is None else adapters.apply_adapter(model, adapter)
 
 
 def _named(
@@ -155,7 +151,7 @@ def _named(
         )
         config = _quantized_as_asked(parts.config.model_copy(update={"model": section, "adapter": own}))
         model: PreTrainedModel | PeftModel = _loaded(config, parts, forward)
-        model = model if adapter is None else apply_adapter(model, adapter)
+        model = model if adapter is None else adapters.apply_adapter(model, adapter)
     except ModelError as error:
         raise named_fault(named, error) from error
     if note is not None:
@@ -173,11 +169,11 @@ def _quantized_as_asked(config: RunConfig) -> RunConfig:
 
 def _loaded(config: RunConfig, parts: ObjectiveParts, forward: ModelPass) -> PreTrainedModel:
     loaded = load_model(config, parts.vocabulary)
-    loaded = replace(loaded, model=merge_first(loaded.model, config.adapter))
+    loaded = replace(loaded, model=adapter_files.merge_first(loaded.model, config.adapter))
     model = quantize_whole(loaded, config).model
     model.config.get_text_config().use_cache = False  # it would hold keys and values of all layers for nothing
-    set_text_attention(model, forward.isolation.attention)
-    part_mixers(model)
+    submodules.set_text_attention(model, forward.isolation.attention)
+    mixers.part_mixers(model)
     return model
 
 

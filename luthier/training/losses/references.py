@@ -23,9 +23,8 @@ from torch import nn
 
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
+from luthier.models import sharding, submodules
 from luthier.models.passes import ModelPass
-from luthier.models.sharding import give_up_gathered, is_sharded, undivided
-from luthier.models.submodules import evaluating
 from luthier.objectives.head import AnyHead, Head
 from luthier.objectives.hidden_loss import ReferenceHidden
 from luthier.objectives.pair_formulas import sequence_scores, tail_discount
@@ -65,7 +64,7 @@ class ReferenceModel:
     @property
     def on_all_ranks(self) -> bool:
         """See `Reference`; ranks that hold parts of a model run it together."""
-        return is_sharded(self.model)
+        return sharding.is_sharded(self.model)
 
     def logps(self, batch: Batch, counts_K: torch.Tensor | None = None) -> torch.Tensor:
         logps_K, targets = self._token_logps(batch)
@@ -102,7 +101,7 @@ class ReferenceModel:
         if self.under_adapter:
             assert isinstance(self.model, PeftModel), "a model without adapter has nothing under it"
             without = self.model.disable_adapter()
-        with evaluating(self.model), torch.no_grad(), without:  # no dropout
+        with submodules.evaluating(self.model), torch.no_grad(), without:  # no dropout
             yield
 
 
@@ -224,11 +223,11 @@ def _settings(reference: ReferenceModel) -> dict[str, object]:
 
 def _weights(reference: ReferenceModel) -> Iterator[tuple[str, memoryview]]:
     adapter = ADAPTER_PARTS if reference.under_adapter else ()
-    give_up_gathered(reference.model)  # torch frees what it gathered, and cannot while numpy looks at it
+    sharding.give_up_gathered(reference.model)  # torch frees what it gathered, and cannot while numpy looks at it
     for name, parameter in sorted(reference.model.named_parameters()):
         if any(part in name for part in adapter):
             continue
-        raw = undivided(parameter).cpu().reshape(-1).view(torch.uint8).numpy()
+        raw = sharding.undivided(parameter).cpu().reshape(-1).view(torch.uint8).numpy()
         yield f"{name}\0{parameter.dtype}\0{tuple(parameter.shape)}", raw.data
 
 

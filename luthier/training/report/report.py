@@ -21,17 +21,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from luthier.terminal import facts_table, plain_table
+from luthier.training.report import plots
 from luthier.training.report.drawn_answers import AnswersOfRun, answers_of_run, numbers_of, page_templates
-from luthier.training.report.plots import (
-    Chart,
-    Curve,
-    chart,
-    save_loss_png,
-    smoothed,
-    smoothing_radius,
-    spans_decades,
-    sparkline,
-)
 from luthier.training.report.result import ACCURACIES, MARGINS, REWARDS, Ended, GenerationRound, RunResult
 from luthier.writing import counted, to_json, write_text
 
@@ -140,7 +131,7 @@ def write_report(report: Report) -> list[Path]:
     write_text(page, report_page(report.result, told, sample=report.sample))
     written = [page, numbers]
     if report.result.steps:
-        save_loss_png(report.result, picture)
+        plots.save_loss_png(report.result, picture)
         written.append(picture)
     return written
 
@@ -184,10 +175,10 @@ def _facts(report: Report) -> list[tuple[str, RenderableType]]:
     means, losses = _mean_rewards(result), [step.loss for step in result.steps]
     if means is not None:
         told = Text.assemble(f"{means[0]:.4g} → ", (f"{means[1]:.4g}", "bold"))
-        told.append(f"   {sparkline(_rewards(result))}", "cyan").append("   means of a tenth of the steps", "dim")
+        told.append(f"   {plots.sparkline(_rewards(result))}", "cyan").append("   means of a tenth of the steps", "dim")
         facts.append(("reward", told))
     elif losses:
-        curve = (f"   {sparkline(losses)}", "cyan")
+        curve = (f"   {plots.sparkline(losses)}", "cyan")
         facts.append(("loss", Text.assemble(f"{losses[0]:.3f} → ", (f"{losses[-1]:.3f}", "bold"), curve)))
     if result.evals:
         first, last = result.evals[0], result.evals[-1]
@@ -329,7 +320,7 @@ def report_page(result: RunResult, told: Mapping[str, object], *, sample: Markup
         result=result,
         told=told,
         loss_charts=_loss_charts(result),
-        starts_with_log=spans_decades(_loss_curves(result)),
+        starts_with_log=plots.spans_decades(_loss_curves(result)),
         small_charts=[*_drawn_charts(result), *_measure_charts(result), *_small_charts(result)],
         drawn=drawn,
         mean_rewards=_mean_rewards(result),
@@ -346,34 +337,36 @@ def report_page(result: RunResult, told: Mapping[str, object], *, sample: Markup
     )
 
 
-def _loss_charts(result: RunResult) -> dict[str, Chart]:
+def _loss_charts(result: RunResult) -> dict[str, plots.Chart]:
     """The losses on a linear axis, and on a logarithmic one where some are above 0 and none is below."""
     curves = _loss_curves(result)
     has_negative = any(value < 0 for curve in curves for value in curve.values)
     charts = {
-        name: chart("loss", curves, width=960, height=320, log=name == "logarithmic")
+        name: plots.chart("loss", curves, width=960, height=320, log=name == "logarithmic")
         for name in ("linear", *(() if has_negative else ("logarithmic",)))
     }
     return {name: drawn for name, drawn in charts.items() if drawn is not None}
 
 
-def _loss_curves(result: RunResult) -> list[Curve]:
+def _loss_curves(result: RunResult) -> list[plots.Curve]:
     steps = [step.step for step in result.steps]
     losses = [step.loss for step in result.steps]
-    radius = smoothing_radius(len(losses))
+    radius = plots.smoothing_radius(len(losses))
     look = "raw" if radius else "main"  # nothing to smooth: the curve itself is the main one
     # beside a smoothed line the steps are dots: a line would lie behind it, unseen
-    curves = [Curve(name=f"loss per {result.unit}", look=look, steps=steps, values=losses, dots=bool(radius))]
+    curves = [plots.Curve(name=f"loss per {result.unit}", look=look, steps=steps, values=losses, dots=bool(radius))]
     if radius:
-        curves.append(Curve(name="smoothed", look="main", steps=steps, values=smoothed(losses, radius)))
+        curves.append(plots.Curve(name="smoothed", look="main", steps=steps, values=plots.smoothed(losses, radius)))
     if result.evals:
         evals = result.evals
         values = [one.loss for one in evals]
-        curves.append(Curve(name="eval", look="eval", steps=[one.step for one in evals], values=values, dots=True))
+        curves.append(
+            plots.Curve(name="eval", look="eval", steps=[one.step for one in evals], values=values, dots=True)
+        )
     return curves
 
 
-def _measure_charts(result: RunResult) -> list[Chart]:
+def _measure_charts(result: RunResult) -> list[plots.Chart]:
     """What is measured beside the loss where answers are compared, in training and on held-out rows."""
     measured = {name for step in result.steps for name in step.measures}
     charts = []
@@ -382,15 +375,17 @@ def _measure_charts(result: RunResult) -> list[Chart]:
         if second is None:
             judged = [one for one in result.evals if first in one.measures and one.judged is not None]
             values = [one.measures[first] for one in judged]
-            curves.append(Curve(name="eval", look="eval", steps=[one.step for one in judged], values=values, dots=True))
+            curves.append(
+                plots.Curve(name="eval", look="eval", steps=[one.step for one in judged], values=values, dots=True)
+            )
         else:
             curves.append(_measured(result, second, "raw", "rejected"))
         if first in measured:
-            charts.append(chart(title, [curve for curve in curves if curve.steps], width=380, height=190))
+            charts.append(plots.chart(title, [curve for curve in curves if curve.steps], width=380, height=190))
     return [one for one in charts if one is not None]
 
 
-def _drawn_charts(result: RunResult) -> list[Chart]:
+def _drawn_charts(result: RunResult) -> list[plots.Chart]:
     """What is measured of answers that the run drew; of rewards the sum, and each where there are several."""
     if not _rewards(result):
         return []
@@ -403,15 +398,15 @@ def _drawn_charts(result: RunResult) -> list[Chart]:
         curves = [
             _measured(result, name, look, name.rpartition("/")[2]) for name, look in zip(shown, looks, strict=False)
         ]
-        log = title.startswith("gap") and spans_decades(curves)
-        charts.append(chart(title, [curve for curve in curves if curve.steps], width=380, height=190, log=log))
+        log = title.startswith("gap") and plots.spans_decades(curves)
+        charts.append(plots.chart(title, [curve for curve in curves if curve.steps], width=380, height=190, log=log))
     return [one for one in charts if one is not None]
 
 
-def _reward_over_length(drawn: AnswersOfRun) -> Chart | None:
+def _reward_over_length(drawn: AnswersOfRun) -> plots.Chart | None:
     lengths, rewards = [length for length, _ in drawn.points], [reward for _, reward in drawn.points]
-    curve = Curve(name="", look="point", steps=lengths, values=rewards, dots=True)
-    return chart("reward over tokens of the answer", [curve], width=380, height=190, over="tokens")
+    curve = plots.Curve(name="", look="point", steps=lengths, values=rewards, dots=True)
+    return plots.chart("reward over tokens of the answer", [curve], width=380, height=190, over="tokens")
 
 
 def _rewards(result: RunResult) -> list[float]:
@@ -425,25 +420,27 @@ def _mean_rewards(result: RunResult) -> tuple[float, float] | None:
     return (fmean(rewards[:part]), fmean(rewards[-part:])) if rewards else None
 
 
-def _measured(result: RunResult, measure: str, look: str, name: str) -> Curve:
+def _measured(result: RunResult, measure: str, look: str, name: str) -> plots.Curve:
     steps = [step for step in result.steps if measure in step.measures]
-    return Curve(
+    return plots.Curve(
         name=name, look=look, steps=[step.step for step in steps], values=[step.measures[measure] for step in steps]
     )
 
 
-def _small_charts(result: RunResult) -> list[Chart]:
+def _small_charts(result: RunResult) -> list[plots.Chart]:
     steps = [step.step for step in result.steps]
     measured = [step for step in result.steps if step.grad_norm is not None]
     norms = [step.grad_norm for step in measured if step.grad_norm is not None]
     curves = {
-        "learning rate": Curve(name="", look="main", steps=steps, values=[step.learning_rate for step in result.steps]),
-        "gradient norm": Curve(name="", look="main", steps=[step.step for step in measured], values=norms),
-        "tokens a second": Curve(
+        "learning rate": plots.Curve(
+            name="", look="main", steps=steps, values=[step.learning_rate for step in result.steps]
+        ),
+        "gradient norm": plots.Curve(name="", look="main", steps=[step.step for step in measured], values=norms),
+        "tokens a second": plots.Curve(
             name="", look="main", steps=steps, values=[step.tokens_per_second for step in result.steps]
         ),
     }
-    charts = [chart(title, [curve], width=380, height=190) for title, curve in curves.items()]
+    charts = [plots.chart(title, [curve], width=380, height=190) for title, curve in curves.items()]
     return [one for one in charts if one is not None]
 
 
@@ -455,7 +452,7 @@ def _sources(result: RunResult) -> list[dict[str, object]]:
     return [{"took": source, "losses": losses.get(source.name)} for source in result.mixture]
 
 
-def _source_charts(result: RunResult) -> list[Chart]:
+def _source_charts(result: RunResult) -> list[plots.Chart]:
     """The losses of the data sets with the most tokens."""
     largest = sorted(result.mixture, key=lambda source: -source.tokens)[:MAX_SOURCE_CHARTS]
     charts = []
@@ -463,10 +460,10 @@ def _source_charts(result: RunResult) -> list[Chart]:
         of_step = {step.step: step.loss_by_source[name] for step in result.steps if name in step.loss_by_source}
         of_eval = {one.step: one.loss_by_source[name] for one in result.evals if name in one.loss_by_source}
         curves = [
-            Curve(name="loss", look="main", steps=list(of_step), values=list(of_step.values())),
-            Curve(name="eval", look="eval", steps=list(of_eval), values=list(of_eval.values()), dots=True),
+            plots.Curve(name="loss", look="main", steps=list(of_step), values=list(of_step.values())),
+            plots.Curve(name="eval", look="eval", steps=list(of_eval), values=list(of_eval.values()), dots=True),
         ]
-        charts.append(chart(name, curves, width=380, height=190))
+        charts.append(plots.chart(name, curves, width=380, height=190))
     return [one for one in charts if one is not None]
 
 

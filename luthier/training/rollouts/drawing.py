@@ -32,31 +32,7 @@ from luthier.sources.formats.turns import message_row
 from luthier.training.generate import Question, question_of, shown
 from luthier.training.ranks import most_over_ranks, summed_over_ranks
 from luthier.training.report.result import ASKED_ANEW, DRAWING
-from luthier.training.rollouts.ahead import (
-    DrawingAhead,
-    DrawingNotes,
-    DrawnStep,
-    Kept,
-    KeptAnswer,
-    answers_to,
-    name_of,
-    read_kept,
-    write_kept,
-)
-from luthier.training.rollouts.answer_groups import (
-    AnswerChoice,
-    AnswerGroup,
-    AnswerLayout,
-    answers_file,
-    collated,
-    facts_of,
-    fates,
-    group_of_row,
-    micro_batches,
-    remove_other_ranks,
-    write_answers,
-    write_counts,
-)
+from luthier.training.rollouts import ahead, answer_groups
 from luthier.training.rollouts.delivery import Delivery, Snapshot, on_all_ranks
 from luthier.training.rollouts.early_warnings import EarlyWarnings, StepAnswers
 from luthier.training.rollouts.sampler_probes import SamplerProbes
@@ -101,7 +77,7 @@ class Rollouts:
     tokenizer: Tokenizer
     judge: RewardJudge
     advantage: Advantage
-    layout: AnswerLayout
+    layout: answer_groups.AnswerLayout
     seed: int
     folder: Path
     world: World
@@ -113,12 +89,12 @@ class Rollouts:
     talks: Talks | None = None  # where answers take several turns
     slots: frozenset[int] = frozenset()  # ids that stand for media; the model may draw them, and could not read them
     missing: Counter[str] = field(default_factory=Counter)  # what could not be asked or judged, and how often
-    kept: Kept = field(default_factory=dict)
+    kept: ahead.Kept = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)  # why, by the number of the question, in the last step
     delivery: Delivery | None = None  # where something else draws than the model in this process
     spare: SparePrompts | None = None  # where other prompts are asked for those that teach nothing
     in_parts: bool = False  # whether ranks share the weights of the model, so that they make as many passes
-    _ahead: DrawingAhead | None = None
+    _ahead: ahead.DrawingAhead | None = None
     _read_ahead: dict[int, list[tuple[Question, Segment]]] = field(default_factory=dict)
     _of_step: dict[int, dict[str, float]] = field(default_factory=dict)  # measures of how answers were drawn
 
@@ -136,9 +112,11 @@ class Rollouts:
         )
         if self.probes is not None:
             self.probes.drawn(drawn, now=drawn_now)
-        facts, waiting = facts_of(drawn, len(self.judge.rewards)), iter(drawn)
+        facts, waiting = answer_groups.facts_of(drawn, len(self.judge.rewards)), iter(drawn)
         groups = [
-            next(waiting) if ours else group_of_row(question, segment, step, num_rewards=len(self.judge.rewards))
+            next(waiting)
+            if ours
+            else answer_groups.group_of_row(question, segment, step, num_rewards=len(self.judge.rewards))
             for (question, segment), ours in zip(asked, is_own, strict=True)
         ]
         groups += waiting  # of prompts that are asked in place of others
@@ -153,7 +131,7 @@ class Rollouts:
         if step in self.kept:
             return
         assert self.delivery is not None, "only samplers elsewhere draw ahead"
-        self._ahead = self._ahead or DrawingAhead()
+        self._ahead = self._ahead or ahead.DrawingAhead()
         self._read_ahead[step] = self._read(reader, planned)
         questions = [question for question, _ in self._read_ahead[step]]
         snapshot = self.delivery.snapshot(after, questions)
@@ -163,20 +141,23 @@ class Rollouts:
         packs = [pack for one in planned if not one.is_blank for pack in reader.packs(one)]
         return self._asked([segment for pack in packs for segment in pack.segments])
 
-    def _laid_out(self, groups: Sequence[AnswerGroup], step: int) -> list[Batch]:
+    def _laid_out(self, groups: Sequence[answer_groups.AnswerGroup], step: int) -> list[Batch]:
         chosen = [self._choice.of(group) for group in groups]
         kept = [group for group in chosen if self.config.dead_groups is DeadGroups.KEEP or not group.is_dead]
-        learned = list(micro_batches([group for group in kept if len(group.answers)], self.layout))
-        found = [self._scored(rows, collated(rows, self.layout, age=step % self.updates), step) for rows in learned]
+        learned = list(answer_groups.micro_batches([group for group in kept if len(group.answers)], self.layout))
+        found = [
+            self._scored(rows, answer_groups.collated(rows, self.layout, age=step % self.updates), step)
+            for rows in learned
+        ]
         return found or [self.layout.blank()]
 
-    def _scored(self, rows: Sequence[Sequence[AnswerGroup]], batch: Batch, step: int) -> Batch:
+    def _scored(self, rows: Sequence[Sequence[answer_groups.AnswerGroup]], batch: Batch, step: int) -> Batch:
         """With what is to be known of the answers under the weights that drew them."""
         if self.score is None:
             return batch
         policy = batch.policy
         assert policy is not None, "what was drawn is for policies"
-        names = [name_of(group.question) for row in rows for group in row]
+        names = [ahead.name_of(group.question) for row in rows for group in row]
         answers = [one for name in names for one in self.kept[step][name] if not np.isnan(one.reward)]
         if not all(one.scores for one in answers):
             found = {name: score_K.cpu()[policy.order_K].numpy() for name, score_K in self.score(batch).items()}
@@ -229,10 +210,10 @@ class Rollouts:
             self._conclude(told, other)
         waiting = {other: answers for other, answers in self.kept.items() if other >= step}
         if waiting:
-            write_kept(folder, self.world.rank, waiting, updates=self.updates)
+            ahead.write_kept(folder, self.world.rank, waiting, updates=self.updates)
 
     def load(self, folder: Path, step: int) -> None:
-        self.kept = read_kept(folder, updates=self.updates)
+        self.kept = ahead.read_kept(folder, updates=self.updates)
         if step % self.updates and step not in self.kept:
             raise CheckpointError(
                 f"{folder} does not hold the answers of step {step + 1}, which are drawn before it where "
@@ -240,14 +221,14 @@ class Rollouts:
                 hint="set rollout.updates as it was, or begin anew with output.overwrite: true",
             )
 
-    def _groups(self, questions: Sequence[Question], step: int, reader: ReadsPacks) -> list[AnswerGroup]:
+    def _groups(self, questions: Sequence[Question], step: int, reader: ReadsPacks) -> list[answer_groups.AnswerGroup]:
         """Of these questions, and of those that are asked in place of them where they teach nothing."""
         kept, told, asked_anew = self.kept.get(step), _AskedInStep(), 0
-        found: dict[str, list[KeptAnswer]] = {}
-        groups: list[AnswerGroup] = []
+        found: dict[str, list[ahead.KeptAnswer]] = {}
+        groups: list[answer_groups.AnswerGroup] = []
         for left in reversed(range(1 + self.most_rounds)):
             answers = self._judged(questions, step, told) if kept is None else kept
-            of_round = [self._group(question, answers_to(question, answers, step)) for question in questions]
+            of_round = [self._group(question, ahead.answers_to(question, answers, step)) for question in questions]
             found |= answers
             groups += of_round
             if self.spare is None or not left or not len(others := self._spare_for(of_round, step, asked_anew)):
@@ -262,17 +243,17 @@ class Rollouts:
             self._of_step.setdefault(step, {})[ASKED_ANEW] = float(asked_anew)
         return groups
 
-    def _spare_for(self, groups: Sequence[AnswerGroup], step: int, asked_anew: int) -> Ints:
+    def _spare_for(self, groups: Sequence[answer_groups.AnswerGroup], step: int, asked_anew: int) -> Ints:
         """Segments that all ranks ask in place of groups that teach nothing, behind those asked before."""
         assert self.spare is not None
         dead = sum(self._choice.of(group).is_dead for group in groups)
         return self.spare.segments(step, asked_anew, asked_anew + int(summed_over_ranks([dead], self.world)[0]))
 
-    def _group(self, question: Question, answers: Sequence[KeptAnswer]) -> AnswerGroup:
+    def _group(self, question: Question, answers: Sequence[ahead.KeptAnswer]) -> answer_groups.AnswerGroup:
         ours = [one for one in answers if self._is_learned(one.reward)]
         rewards_G = np.array([one.reward for one in ours])
         drawn = [one.answer.seeing(question.media) for one in ours]
-        return AnswerGroup(
+        return answer_groups.AnswerGroup(
             question=question,
             answers=drawn,
             rewards_G=rewards_G,
@@ -281,7 +262,9 @@ class Rollouts:
             tree=answer_tree(question.prompt, drawn, question.address),
         )
 
-    def _judged(self, questions: Sequence[Question], step: int, told: _AskedInStep) -> dict[str, list[KeptAnswer]]:
+    def _judged(
+        self, questions: Sequence[Question], step: int, told: _AskedInStep
+    ) -> dict[str, list[ahead.KeptAnswer]]:
         """The answers by the name of their question; they are added to what the step has asked."""
         drawn = self._drawn_for(questions, step)
         if self.probes is not None:
@@ -298,10 +281,10 @@ class Rollouts:
         told.texts += texts
         told.refused |= {first + key: why for key, why in self.refused.items()}
         told.rounds.append(judged)
-        names = [name_of(question) for question in questions]
-        found: dict[str, list[KeptAnswer]] = {name: [] for name in names}
+        names = [ahead.name_of(question) for question in questions]
+        found: dict[str, list[ahead.KeptAnswer]] = {name: [] for name in names}
         for place, total, values_F in zip(places, judged.total_N, judged.values_NF, strict=True):
-            answer = KeptAnswer(answer=drawn[place], reward=float(total), values_F=values_F.tolist())
+            answer = ahead.KeptAnswer(answer=drawn[place], reward=float(total), values_F=values_F.tolist())
             found[names[place[0]]].append(answer)
         return found
 
@@ -310,8 +293,8 @@ class Rollouts:
         judged, groups_N = told.judged(), np.array(told.groups, dtype=np.int64)
         fates_N = self._fates(groups_N, judged)
         self._write_counts(step, told, groups_N, fates_N)
-        write_answers(
-            answers_file(self.folder, step, self.world.rank),
+        answer_groups.write_answers(
+            answer_groups.answers_file(self.folder, step, self.world.rank),
             [told.questions[key] for key in told.groups],
             told.answers,
             told.texts,
@@ -340,8 +323,8 @@ class Rollouts:
         return found_N
 
     @property
-    def _choice(self) -> AnswerChoice:
-        return AnswerChoice(learned=self.learned, keep=self.config.keep, bar=self.config.bar)
+    def _choice(self) -> answer_groups.AnswerChoice:
+        return answer_groups.AnswerChoice(learned=self.learned, keep=self.config.keep, bar=self.config.bar)
 
     def _fates(self, groups_N: NDArray[np.int64], judged: Judged) -> list[str]:
         found = [""] * len(groups_N)
@@ -349,7 +332,7 @@ class Rollouts:
             ours = np.flatnonzero(groups_N == group).tolist()
             reasons = [judged.reasons_N[place] for place in ours]
             for place, fate in zip(
-                ours, fates(judged.total_N[ours], reasons, self._choice, self.advantage), strict=True
+                ours, answer_groups.fates(judged.total_N[ours], reasons, self._choice, self.advantage), strict=True
             ):
                 found[place] = fate
         return found
@@ -361,8 +344,8 @@ class Rollouts:
         for key, count in enumerate(drawn_Q.tolist()):
             counts[f"not answered: {told.refused.get(key, 'it was not begun')}"] += self.config.answers - count
         if self.world.is_main:
-            remove_other_ranks(self.folder, step, self.world.size)
-        write_counts(answers_file(self.folder, step, self.world.rank), +counts)
+            answer_groups.remove_other_ranks(self.folder, step, self.world.size)
+        answer_groups.write_counts(answer_groups.answers_file(self.folder, step, self.world.rank), +counts)
 
     def _drawn_for(self, questions: Sequence[Question], step: int) -> dict[tuple[int, int], Trajectory]:
         """The answers of a step, drawn now or ahead of it."""
@@ -387,14 +370,14 @@ class Rollouts:
         of_step[DRAWING[0]] = float(step - found.version)
         return found.answers
 
-    def _brought_and_drawn(self, questions: Sequence[Question], step: int, snapshot: Snapshot) -> DrawnStep:
+    def _brought_and_drawn(self, questions: Sequence[Question], step: int, snapshot: Snapshot) -> ahead.DrawnStep:
         """Called by another thread where answers are drawn ahead."""
         assert self.delivery is not None
         if self.staleness:
             self.delivery.bring(snapshot)
         else:
             on_all_ranks(partial(self.delivery.bring, snapshot), self.world)
-        notes: DrawingNotes = []
+        notes: ahead.DrawingNotes = []
         refused: dict[int, str] = {}
         delivering, self.delivery.seconds = self.delivery.seconds, 0.0
         version, begun = snapshot.weights.version, time.perf_counter()
@@ -405,7 +388,7 @@ class Rollouts:
                 f"no question of step {step + 1} was answered: {notes[-1][0] if notes else 'none was asked'}"
             )
         seconds = (time.perf_counter() - begun, delivering)
-        return DrawnStep(answers=answers, version=version, notes=notes, refused=refused, seconds=seconds)
+        return ahead.DrawnStep(answers=answers, version=version, notes=notes, refused=refused, seconds=seconds)
 
     def _drawn(
         self, questions: Sequence[Question], version: int, note: NoteCount, refused: dict[int, str], *, step: int
@@ -491,5 +474,5 @@ class Rollouts:
             )
 
 
-def _noted(notes: DrawingNotes, what: str, count: int) -> None:
+def _noted(notes: ahead.DrawingNotes, what: str, count: int) -> None:
     notes.append((what, count))
