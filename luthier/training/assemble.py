@@ -180,10 +180,8 @@ def make_trainer(setup: RunSetup) -> Trainer:
         media=media,
     )
     steps = stream.first_step if stream.is_over else schedule.horizon  # the horizon may be an estimate
-    begins = setup.first_step is None
-    arguments = optimizer.training_arguments(
-        config, max_steps=steps, evaluates=evaluates, evaluates_first=evaluates and begins
-    )
+    first = evaluates and setup.first_step is None
+    arguments = optimizer.training_arguments(config, max_steps=steps, evaluates=evaluates, evaluates_first=first)
     losses, eval_losses = _losses(setup, how, shared=shared, device=arguments.device)
     if isinstance(run_model.model, PeftModel):
         _first_values(setup, run_model.model, how, losses)
