@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from luthier.check.golden import Rounding as Rounding
     from luthier.check.plan.costs import DataPlan as DataPlan
     from luthier.check.plan.costs import DrawingPlan as DrawingPlan
     from luthier.check.plan.costs import HistoryCost as HistoryCost

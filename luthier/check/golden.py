@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -77,6 +78,20 @@ class GoldenPictures(msgspec.Struct, frozen=True, kw_only=True):
     context: GoldenContext
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rounding:
+    """How far the exported model is from itself with its weights rounded once more to the dtype that they have.
+
+    kl         KL divergence, mean over all places
+    kl_at_one  that of the place where it is largest
+    same       share of the places that have the same likeliest token
+    """
+
+    kl: float
+    kl_at_one: float
+    same: float
+
+
 class WrittenFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file of the folder as it was written."""
 
@@ -98,6 +113,7 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     special_ids      special tokens by their role, with their ids: ``{"eos_token": 2}``
     texts            texts and their ids without any template, of a tokenizer that stands under another's name
     files            every other file of the folder
+    rounding         of a model in 16 bits that loses more by rounding than the bound says; else None
     sha256           of all of the above, as it was written; "" from a Luthier that did not say it
     """
 
@@ -118,6 +134,7 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     texts: dict[str, list[int]] = {}
     files: dict[str, WrittenFile] = {}
     notes: list[str] = []
+    rounding: Rounding | None = None
     sha256: str = ""
 
 

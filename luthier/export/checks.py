@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
+import msgspec
 import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from luthier.check.golden import GoldenContext, Rounding
+from luthier.writing import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +38,8 @@ BOUNDS = {
     "coarse": Bound(kl=5e-2, kl_at_one=2.0, tie=0.7, same=0.95),  # 4 bits, or fp8 for what goes into layers, too
 }
 EXACT, CAST, EIGHT_BITS = "exact", "cast", "8 bits"
+NUM_DRAWS = 4  # roundings at random: in a mixture of experts only some of them change the choice of an expert
+ROUNDINGS = 4  # times what rounding a model's weights once more does to it, which is still rounding
 
 
 def bound_of(dtypes: Sequence[str], *, rounds_inputs: bool = False) -> str:
@@ -91,9 +100,10 @@ class ExportResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportProof:
-    """All checks of a folder."""
+    """All checks of a folder. ``rounding`` is there where the model loses more by rounding than others."""
 
     results: tuple[ExportResult, ...]
+    rounding: Rounding | None = None
 
     @property
     def ok(self) -> bool:
@@ -104,6 +114,7 @@ class ExportProof:
         """For programs: the checks by name."""
         return {
             "ok": self.ok,
+            "rounding": None if self.rounding is None else msgspec.to_builtins(self.rounding),
             "checks": {
                 result.check.value: {
                     "ok": result.ok,
@@ -120,3 +131,133 @@ def check_result(check: ExportCheck, told: str, faults: Sequence[tuple[str, str]
     """A check with the faults that it found, of which the first are told: where, what."""
     shown = tuple(ExportFinding(where=where, what=what) for where, what in faults[:MAX_SHOWN])
     return ExportResult(check=check, told=told, findings=shown, num_findings=len(faults))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Distributions of a context, the trained model's and the exported one's.
+
+
+Ask = Callable[[torch.dtype | None, int], NDArray[np.float32]]
+"""What a model gives at the places of a context, [N, V]; given a dtype, with its weights rounded to it once more, each
+number in another way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HeldContext:
+    """A context of the trained model held against the same ids in the exported one."""
+
+    golden: GoldenContext
+    kl_N: NDArray[np.float64]
+    apart_N: NDArray[np.float64]  # the largest difference of a likely token's log-probability
+    same_N: NDArray[np.bool_]  # both think the same token the likeliest, or hold both for equally likely
+    base_kl_N: NDArray[np.float64] | None
+    ask: Ask | None = None
+
+    @property
+    def is_answer(self) -> bool:
+        return self.golden.greedy_from is not None
+
+
+def hold(
+    golden: GoldenContext,
+    logprobs_of: Callable[[NDArray[np.int64]], NDArray[np.float32]],
+    found_NV: NDArray[np.float32],
+    bound: str,
+    *,
+    trained_NV: NDArray[np.float32] | None = None,
+    base_NV: NDArray[np.float32] | None = None,
+    ask: Ask | None = None,
+) -> HeldContext:
+    """Compare the distributions of a context. Without ``trained_NV``, the trained model's own, that is by its likeliest
+    tokens and what is left for all others, which can only be less far apart. ``base_NV`` is of the model without its
+    adapter."""
+    top_NK, wanted_NK = np.array(golden.top_ids, np.int64), np.array(golden.top_logprobs, np.float64)
+    found_NK = logprobs_of(top_NK).astype(np.float64)
+    best_N = found_NV.argmax(axis=1)
+    if trained_NV is None:
+        kl_N = _kl(_with_rest(wanted_NK), _with_rest(found_NK))
+        # of a token that is not among the likeliest all that is known is that it is less likely than these
+        lead_N = wanted_NK[:, 0] - np.where(top_NK == best_N[:, None], wanted_NK, -np.inf).max(axis=1)
+    else:
+        kl_N = _kl(trained_NV, found_NV)
+        lead_N = wanted_NK[:, 0] - np.take_along_axis(trained_NV, best_N[:, None], axis=1)[:, 0]
+    return HeldContext(
+        golden=golden,
+        kl_N=kl_N,
+        apart_N=np.abs(found_NK - wanted_NK).max(axis=1),
+        same_N=lead_N <= BOUNDS[bound].tie,
+        base_kl_N=None if trained_NV is None or base_NV is None else _kl(trained_NV, base_NV),
+        ask=ask,
+    )
+
+
+def _with_rest(logprobs_NK: NDArray[np.float64]) -> NDArray[np.float64]:
+    rest_N = np.clip(1 - np.exp(logprobs_NK).sum(axis=1), 1e-9, 1)
+    return np.concatenate([logprobs_NK, np.log(rest_N)[:, None]], axis=1)
+
+
+def _kl(p_NV: NDArray[Any], q_NV: NDArray[Any]) -> NDArray[np.float64]:
+    p_NV, q_NV = p_NV.astype(np.float64), q_NV.astype(np.float64)
+    return np.asarray((np.exp(p_NV) * (p_NV - q_NV)).sum(axis=1)).clip(min=0.0)  # rounding may give less
+
+
+def rounding_of(held: Sequence[HeldContext], dtype: torch.dtype) -> Rounding:
+    """How far a model is from itself with its weights rounded to ``dtype`` once more, in these contexts."""
+    kls, same = [], []
+    for ask in (one.ask for one in held if one.ask is not None):
+        found_NV = ask(None, 0)
+        for draw in range(NUM_DRAWS):
+            rounded_NV = ask(dtype, draw)
+            kls.append(_kl(found_NV, rounded_NV))
+            lead_N = found_NV.max(axis=1) - found_NV[np.arange(len(found_NV)), rounded_NV.argmax(axis=1)]
+            same.append(lead_N <= BOUNDS[CAST].tie)
+    kl_N, same_N = np.concatenate(kls), np.concatenate(same)
+    return Rounding(kl=float(kl_N.mean()), kl_at_one=float(kl_N.max()), same=float(same_N.mean()))
+
+
+def allowed_by(bound: str, rounding: Rounding | None) -> Bound:
+    """A bound, and of a model that was found to lose more by rounding alone, some times that: what two roundings do is
+    not the same, and one of them hits a place that the other does not. Nothing beyond what 4 bits may do is allowed."""
+    allowed, most = BOUNDS[bound], BOUNDS["coarse"]
+    if rounding is None:
+        return allowed
+    return replace(
+        allowed,
+        kl=min(max(allowed.kl, ROUNDINGS * rounding.kl), most.kl),
+        kl_at_one=min(max(allowed.kl_at_one, ROUNDINGS * rounding.kl_at_one), most.kl_at_one),
+        same=max(min(allowed.same, 1 - ROUNDINGS * (1 - rounding.same)), most.same),
+    )
+
+
+def compared(
+    check: ExportCheck, held: Sequence[HeldContext], bound: str, rounding: Rounding | None = None
+) -> ExportResult:
+    """Whether distributions are as near to each other as the types of the weights allow."""
+    if not held:
+        return check_result(check, "no context to compare", [])
+    kl = float(np.concatenate([one.kl_N for one in held]).mean())
+    apart = float(np.concatenate([one.apart_N for one in held]).max())
+    same_N = np.concatenate([one.same_N for one in held])
+    same, places = float(same_N.mean()), len(same_N)
+    told = (
+        f"{len(held)} contexts, {counted(places, 'place')}: KL {kl:.2g} a token, log-probabilities within {apart:.2g}, "
+        f"{same:.1%} with the same likeliest token"
+    )
+    if rounding is not None:
+        told += f"; rounding its weights once more changes KL {rounding.kl:.2g} a token"
+    faults: list[tuple[str, str]] = []
+    allowed = allowed_by(bound, rounding)
+    for one in held:
+        where, one_apart, one_kl = one.golden.row, float(one.apart_N.max()), float(one.kl_N.max())
+        if not one_apart <= allowed.logprob:
+            faults.append(
+                (where, f"a log-probability is {one_apart:.2g} away, at most {allowed.logprob:g} is rounding")
+            )
+        elif not one_kl <= allowed.kl_at_one:
+            faults.append((where, f"KL {one_kl:.2g} at one token, at most {allowed.kl_at_one:.2g} is rounding"))
+    if not kl <= allowed.kl:
+        faults.append(("all contexts", f"KL {kl:.2g} a token, at most {allowed.kl:.2g} is rounding"))
+    if (~same_N).sum() > max(1, (1 - allowed.same) * places):  # of few places one says little
+        what = f"{same:.1%} with the same likeliest token, at least {allowed.same:.0%} should be"
+        faults.append(("all contexts", what))
+    return check_result(check, told, faults)

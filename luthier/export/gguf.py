@@ -30,10 +30,10 @@ from luthier.check.verify.server import TokenServer
 from luthier.config.schema import ExportConfig
 from luthier.errors import ModelError, UserError, install_hint
 from luthier.export import pre_tokenizers
-from luthier.export.checks import ExportCheck, ExportProof, ExportResult, check_result
+from luthier.export.checks import ExportCheck, ExportProof, ExportResult, HeldContext, check_result, compared, hold
 from luthier.export.llama_server import CONTEXT, llama_server
 from luthier.export.pre_tokenizers import USED, known_name
-from luthier.export.proof import HeldContext, compared, hold, template_digest
+from luthier.export.proof import template_digest
 from luthier.writing import JsonObject, counted, rename
 
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
@@ -159,8 +159,8 @@ def _results(url: str, model: Path, parity: Parity) -> list[ExportResult]:
     letter = [int(number) for number in _ask(url, "/tokenize", {"content": "a", "add_special": False})["tokens"]][-1]
     held = [_held(url, golden, parity, letter) for golden in parity.contexts if len(golden.ids) < CONTEXT]
     of_rows, answers = ([one for one in held if one.is_answer is kind] for kind in (False, True))
-    results.append(compared(ExportCheck.LOGPROBS, of_rows, parity.bound))
-    results.append(compared(ExportCheck.ANSWERS, answers, parity.bound))
+    results.append(compared(ExportCheck.LOGPROBS, of_rows, parity.bound, parity.rounding))
+    results.append(compared(ExportCheck.ANSWERS, answers, parity.bound, parity.rounding))
     return results
 
 

@@ -113,14 +113,13 @@ def export_run(
     tell("loading the trained model")
     engine = _engine_of(opened)
     dtype = _name_of(base_of(engine.model).dtype) if settings.dtype == "auto" else settings.dtype
-    measured = None
+    measured, proof = None, None
     if options.proof:
         tell("recording what it does")
         measured = taken_down.measure(opened, engine, None if options.data is None else str(options.data))
         notes += measured.notes
     parity = _parity(opened, engine, dtype, measured)
     notes += [] if measured is None else _told_of_media(parity, measured)
-    proof = None
     try:
         with replacing(folder) as place:
             tell("merging and writing")
@@ -130,18 +129,19 @@ def export_run(
             digests = None if measured is None else weight_digests(base_of(engine.model), getattr(torch, dtype))
             del engine  # its weights are not held beside those that are loaded again
             give_back_freed(cycles=True)
-            write_parity(msgspec.structs.replace(parity, notes=notes), staging)
             if measured is not None:
                 tell("loading it again and comparing")
                 proof = prove(staging, parity, measured=measured, weights=digests, like=opened.config)
                 _demand(proof)
+                parity = msgspec.structs.replace(parity, rounding=proof.rounding)
+            write_parity(msgspec.structs.replace(parity, notes=notes), staging)
             export = _Export(
                 run=opened, place=place, folder=folder, dtype=dtype, data=options.data, measured=measured, tell=tell
             )
             again, more = _in_another_form(export, parity, form, converter, notes)
             notes += more
             if proof is not None and again is not None:
-                proof = ExportProof(results=(*proof.results, *again.results))
+                proof = replace(proof, results=(*proof.results, *again.results))
                 _demand(proof)
     except _NotProven:
         return Exported(folder=None, dtype=dtype, proof=proof, notes=tuple(notes))
@@ -186,7 +186,7 @@ def prove_merged(run: Path) -> str:
     proof = prove(folder, parity, measured=measured, like=opened.config)
     if proof.ok:
         with reported(folder):
-            write_parity(msgspec.structs.replace(parity, notes=list(measured.notes)), folder)
+            write_parity(msgspec.structs.replace(parity, notes=list(measured.notes), rounding=proof.rounding), folder)
         return f"{MERGED_FOLDER}/ is proven: loaded again, it does in {len(proof.results)} checks what was trained"
     aside = folder.with_name(f"{MERGED_FOLDER}.{BROKEN}")
     FILES.remove_folder(aside)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,28 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from luthier.check.golden import GoldenContext, GoldenPictures, Parity, file_faults, first_difference
+from luthier.check.golden import GoldenContext, GoldenPictures, Parity, Rounding, file_faults, first_difference
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines.local import LocalEngine, base_of
 from luthier.errors import RowError, first_line
 from luthier.export import taken_down
-from luthier.export.checks import BOUNDS, CAST, ExportCheck, ExportProof, ExportResult, check_result
+from luthier.export.arithmetic import logprobs_at
+from luthier.export.checks import (
+    CAST,
+    Bound,
+    ExportCheck,
+    ExportProof,
+    ExportResult,
+    HeldContext,
+    allowed_by,
+    check_result,
+    compared,
+    hold,
+    rounding_of,
+)
 from luthier.prediction.trained_run import TrainedRun
+from luthier.records import MediaItem
 from luthier.training.folder.artifacts import TEMPLATE_FILE, TEMPLATE_HOLDERS, TEMPLATE_KEY
 from luthier.writing import JsonObject, counted
 
@@ -64,11 +77,13 @@ def prove(
     results.append(check_result(ExportCheck.LOADS, f"{type(base_of(loaded.model)).__name__} from the folder alone", []))
     if weights is not None:
         results.append(_weights(base_of(loaded.model), weights, parity))
+    rounding = None
     try:
-        results += list(_behaviour(loaded, run, parity, measured))
+        found, rounding = _behaviour(loaded, run, parity, measured)
+        results += found
     except Exception as error:  # noqa: BLE001 - a model that is not what its files say raises what it likes
         results.append(check_result(ExportCheck.LOGPROBS, "the model alone", [_fault(error)]))
-    return ExportProof(results=tuple(results))
+    return ExportProof(results=tuple(results), rounding=rounding)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -298,33 +313,13 @@ def _weights(model: PreTrainedModel, weights: Mapping[str, str], parity: Parity)
 # What it does.
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class HeldContext:
-    """A context of the trained model held against the same ids in the exported one."""
-
-    golden: GoldenContext
-    kl_N: NDArray[np.float64]
-    apart_N: NDArray[np.float64]  # the largest difference of a likely token's log-probability
-    same_N: NDArray[np.bool_]  # both think the same token the likeliest, or hold both for equally likely
-    base_kl_N: NDArray[np.float64] | None
-
-    @property
-    def is_answer(self) -> bool:
-        return self.golden.greedy_from is not None
-
-
 def _behaviour(
     engine: LocalEngine, run: TrainedRun, parity: Parity, measured: taken_down.TakenDown | None
-) -> Iterator[ExportResult]:
-    merged = None
-    if measured is not None and measured.probes:
-        merged = _merged(base_of(engine.model), measured.probes)
-        yield merged
+) -> tuple[list[ExportResult], Rounding | None]:
+    results = []
     held: list[HeldContext] = []
     if measured is not None:
         held = [_hold(engine, context.golden, parity.bound, context) for context in measured.contexts]
-        if merged is not None:
-            yield _differs(held, merged)
     else:
         held = [_hold(engine, golden, parity.bound, None) for golden in parity.contexts]
     if parity.pictures:
@@ -335,19 +330,57 @@ def _behaviour(
             except RowError as error:
                 faults.append((golden.row, f"it is refused: {error.reason}"))
         told = f"{counted(len(parity.pictures), 'prompt')} with pictures: the same ids and pixel values"
-        yield check_result(ExportCheck.PICTURES, told, faults)
+        results.append(check_result(ExportCheck.PICTURES, told, faults))
         held += seen if measured is None else []
+    rounding = parity.rounding
+    answered = _answered(held, parity.bound, rounding)
+    rounds = parity.bound == CAST and parity.dtype != "float32"
+    if rounds and rounding is None and not all(result.ok for result in answered):
+        rounding = rounding_of(held, getattr(torch, parity.dtype))
+        answered = _answered(held, parity.bound, rounding)
+    if measured is not None and measured.probes:
+        merged = _merged(base_of(engine.model), measured.probes)
+        results = [merged, _differs(held, merged, allowed_by(parity.bound, rounding)), *results]
+    return [*results, *answered], rounding
+
+
+def _answered(held: Sequence[HeldContext], bound: str, rounding: Rounding | None) -> list[ExportResult]:
     contexts, answers = [one for one in held if not one.is_answer], [one for one in held if one.is_answer]
-    yield compared(ExportCheck.LOGPROBS, contexts, parity.bound)
-    yield compared(ExportCheck.ANSWERS, answers, parity.bound)
+    return [
+        compared(ExportCheck.LOGPROBS, contexts, bound, rounding),
+        compared(ExportCheck.ANSWERS, answers, bound, rounding),
+    ]
 
 
 def _hold(
     engine: LocalEngine, golden: GoldenContext, bound: str, context: taken_down.TakenContext | None
 ) -> HeldContext:
     media, start = ((), golden.places[0]) if context is None else (context.media, context.answer_from)
-    found_NV = taken_down.logprobs_at(engine, np.asarray(golden.ids, np.int32), media, golden.places, start)
-    return hold(golden, lambda ids_NK: np.take_along_axis(found_NV, ids_NK, axis=1), found_NV, bound, context)
+    return _asked(engine, golden, media, start, bound, context)
+
+
+def _asked(
+    engine: LocalEngine,
+    golden: GoldenContext,
+    media: Sequence[MediaItem],
+    start: int,
+    bound: str,
+    context: taken_down.TakenContext | None = None,
+) -> HeldContext:
+    def ask(rounded_to: torch.dtype | None, draw: int) -> NDArray[np.float32]:
+        ids = np.asarray(golden.ids, np.int32)
+        return logprobs_at(engine, ids, media, golden.places, start, rounded_to=rounded_to, draw=draw)
+
+    found_NV = ask(None, 0)
+    return hold(
+        golden,
+        lambda ids_NK: np.take_along_axis(found_NV, ids_NK, axis=1),
+        found_NV,
+        bound,
+        trained_NV=None if context is None else context.logprobs_NV,
+        base_NV=None if context is None else context.base_NV,
+        ask=ask,
+    )
 
 
 def _hold_pictures(
@@ -355,78 +388,7 @@ def _hold_pictures(
 ) -> HeldContext:
     sample, found = taken_down.picture_faults(engine, run, golden)
     faults += found
-    context = golden.context
-    found_NV = taken_down.logprobs_at(
-        engine, np.asarray(context.ids, np.int32), sample.media, context.places, context.places[0]
-    )
-    return hold(context, lambda ids_NK: np.take_along_axis(found_NV, ids_NK, axis=1), found_NV, bound)
-
-
-def hold(
-    golden: GoldenContext,
-    logprobs_of: Callable[[NDArray[np.int64]], NDArray[np.float32]],
-    found_NV: NDArray[np.float32],
-    bound: str,
-    context: taken_down.TakenContext | None = None,
-) -> HeldContext:
-    """Compare the distributions of a context. Without the trained model's own, that is by its likeliest tokens and
-    what is left for all others, which can only be less far apart."""
-    top_NK, wanted_NK = np.array(golden.top_ids, np.int64), np.array(golden.top_logprobs, np.float64)
-    found_NK = logprobs_of(top_NK).astype(np.float64)
-    best_N = found_NV.argmax(axis=1)
-    if context is None:
-        kl_N = _kl(_with_rest(wanted_NK), _with_rest(found_NK))
-        # of a token that is not among the likeliest all that is known is that it is less likely than these
-        lead_N = wanted_NK[:, 0] - np.where(top_NK == best_N[:, None], wanted_NK, -np.inf).max(axis=1)
-    else:
-        kl_N = _kl(context.logprobs_NV.astype(np.float64), found_NV.astype(np.float64))
-        lead_N = wanted_NK[:, 0] - np.take_along_axis(context.logprobs_NV, best_N[:, None], axis=1)[:, 0]
-    base_kl_N = None
-    if context is not None and context.base_NV is not None:
-        base_kl_N = _kl(context.logprobs_NV.astype(np.float64), context.base_NV.astype(np.float64))
-    apart_N = np.abs(found_NK - wanted_NK).max(axis=1)
-    return HeldContext(
-        golden=golden, kl_N=kl_N, apart_N=apart_N, same_N=lead_N <= BOUNDS[bound].tie, base_kl_N=base_kl_N
-    )
-
-
-def _with_rest(logprobs_NK: NDArray[np.float64]) -> NDArray[np.float64]:
-    rest_N = np.clip(1 - np.exp(logprobs_NK).sum(axis=1), 1e-9, 1)
-    return np.concatenate([logprobs_NK, np.log(rest_N)[:, None]], axis=1)
-
-
-def _kl(p_NV: NDArray[np.float64], q_NV: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.asarray((np.exp(p_NV) * (p_NV - q_NV)).sum(axis=1)).clip(min=0.0)  # rounding may give less
-
-
-def compared(check: ExportCheck, held: Sequence[HeldContext], bound: str) -> ExportResult:
-    """Whether distributions are as near to each other as the types of the weights allow."""
-    if not held:
-        return check_result(check, "no context to compare", [])
-    kl = float(np.concatenate([one.kl_N for one in held]).mean())
-    apart = float(np.concatenate([one.apart_N for one in held]).max())
-    same_N = np.concatenate([one.same_N for one in held])
-    same, places = float(same_N.mean()), len(same_N)
-    told = (
-        f"{len(held)} contexts, {counted(places, 'place')}: KL {kl:.2g} a token, log-probabilities within {apart:.2g}, "
-        f"{same:.1%} with the same likeliest token"
-    )
-    faults: list[tuple[str, str]] = []
-    allowed = BOUNDS[bound]
-    for one in held:
-        where, one_apart, one_kl = one.golden.row, float(one.apart_N.max()), float(one.kl_N.max())
-        if not one_apart <= allowed.logprob:
-            faults.append(
-                (where, f"a log-probability is {one_apart:.2g} away, at most {allowed.logprob:g} is rounding")
-            )
-        elif not one_kl <= allowed.kl_at_one:
-            faults.append((where, f"KL {one_kl:.2g} at one token, at most {allowed.kl_at_one:g} is rounding"))
-    if not kl <= allowed.kl:
-        faults.append(("all contexts", f"KL {kl:.2g} a token, at most {allowed.kl:g} is rounding"))
-    if (~same_N).sum() > max(1, (1 - allowed.same) * places):  # of few places one says little
-        what = f"{same:.1%} with the same likeliest token, at least {allowed.same:.0%} should be"
-        faults.append(("all contexts", what))
-    return check_result(check, told, faults)
+    return _asked(engine, golden.context, sample.media, golden.context.places[0], bound)
 
 
 def _merged(model: PreTrainedModel, probes: Sequence[taken_down.ModuleProbe]) -> ExportResult:
@@ -462,13 +424,13 @@ def _merged(model: PreTrainedModel, probes: Sequence[taken_down.ModuleProbe]) ->
     )
 
 
-def _differs(held: Sequence[HeldContext], merged: ExportResult) -> ExportResult:
+def _differs(held: Sequence[HeldContext], merged: ExportResult, allowed: Bound) -> ExportResult:
     of_base = float(np.concatenate([one.base_kl_N for one in held if one.base_kl_N is not None]).mean())
     found = float(np.concatenate([one.kl_N for one in held]).mean())
     told = f"KL {of_base:.2g} a token from the model without the adapter, {found:.2g} from the one with it"
     if of_base <= 0:
         return check_result(ExportCheck.DIFFERS, "the adapter changes nothing on these contexts", [])
-    if found < of_base / 2 or (of_base <= BOUNDS[CAST].kl and merged.ok):
+    if found < of_base / 2 or (of_base <= allowed.kl and merged.ok):
         return check_result(ExportCheck.DIFFERS, told, [])
     return check_result(
         ExportCheck.DIFFERS, told, [("all contexts", "it is no nearer to the trained model than the base")]

@@ -38,6 +38,7 @@ from luthier.encoding.interface import as_prompt
 from luthier.engines.engine import Completion, Ids, Request
 from luthier.engines.local import LocalEngine
 from luthier.errors import RowError, SourceError, UserError
+from luthier.export.arithmetic import logprobs_at, media_arrays
 from luthier.prediction.trained_run import TrainedRun
 from luthier.sources import open_sources, resolve_sources
 from luthier.training.folder.artifacts import transformers_tokenizer
@@ -265,34 +266,6 @@ def prompt_ids(tokenizer: Any, golden: GoldenPrompt, kwargs: JsonObject, now: st
 
 
 # ---- Contexts and answers
-
-
-def media_arrays(
-    engine: LocalEngine, ids: Ids, media: Sequence[records.MediaItem], answer_from: int | None = None
-) -> dict[str, NDArray[Any]]:
-    """What the model is given of media beside the ids; nothing for a model of text. Raises `RowError` for media that
-    are gone."""
-    if engine.media is None:
-        return {}
-    features = engine.media.features(media)
-    return engine.media.of_prompts(np.asarray(ids, np.int64)[None], [features], answer_from=answer_from)
-
-
-@torch.no_grad()
-def logprobs_at(
-    engine: LocalEngine, ids: Ids, media: Sequence[records.MediaItem], places: Sequence[int], answer_from: int
-) -> NDArray[np.float32]:
-    """Log-probabilities of all tokens behind ``ids[:p]`` for each place p >= 1, float32[N, V].
-
-    Raises `RowError` for media that are gone.
-    """
-    ids_BT = np.asarray(ids, np.int64)[None]
-    arrays: dict[str, NDArray[Any]] = {"input_ids": ids_BT, "attention_mask": np.ones_like(ids_BT)}
-    arrays |= media_arrays(engine, ids, media, answer_from)
-    device = next(engine.model.parameters()).device
-    inputs = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-    logits_NV = engine.model(**inputs, use_cache=False).logits[0, [place - 1 for place in places]]
-    return np.asarray(logits_NV.float().log_softmax(-1).cpu().numpy(), dtype=np.float32)
 
 
 def _trained_contexts(engine: LocalEngine, rows: Sequence[EncodedRow]) -> Iterator[TakenContext]:
