@@ -21,7 +21,7 @@ from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
 from luthier.models.quantized import packed_layers
 from luthier.models.routers import router_names
-from luthier.models.submodules import ModelParts, find_parts, read_past
+from luthier.models.submodules import ModelParts, find_parts, output_layer, read_past
 
 ALL_LINEAR = "all-linear"
 
@@ -65,7 +65,7 @@ def check_some_targeted(model: PreTrainedModel, section: AdapterConfig, parts: M
     for pattern in section.target_modules:
         matched = [name for name in linear if pattern == ALL_LINEAR or _matches(name, pattern)]
         if pattern == ALL_LINEAR:  # which are those of the layers, not the embedding and the output layer
-            ends = (model.get_input_embeddings(), model.get_output_embeddings())
+            ends = (model.get_input_embeddings(), output_layer(model))
             matched = [name for name in matched if not any(model.get_submodule(name) is end for end in ends)]
         if saved and matched and all(_is_in(name, saved) for name in matched):
             raise ModelError(
@@ -140,7 +140,7 @@ def collapse(names: Iterable[str]) -> list[str]:
 
 def inside(model: PreTrainedModel, targets: str | list[str], outside: str) -> list[str]:
     """The full names of the targets that a regular expression leaves."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    ends = (model.get_input_embeddings(), output_layer(model))
     return [
         name
         for name, module in model.named_modules()
@@ -220,7 +220,7 @@ def adapt_experts(settings: LoraConfig, model: PreTrainedModel, section: Adapter
 def _meant_like_experts(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> list[str]:
     """The linear layers that ``adapter.target_modules`` means and whose names PEFT takes for the experts of a layer."""
     patterns, without = section.target_modules, [*read_past(model), *section.modules_to_save]
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    ends = (model.get_input_embeddings(), output_layer(model))
     by_end: dict[str, list[str]] = {}
     for name in _linear_modules(model, section, parts):
         layer = model.get_submodule(name)

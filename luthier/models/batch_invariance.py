@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -17,7 +18,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import ModelOutput
 
-from luthier.media.families.family import Attention, FrameMarks, OwnFrames, SharedSlots
+from luthier.media.families.family import SHOWN, Attention, FrameMarks, OwnFrames, SharedSlots
+from luthier.media.feature_files import ENCODER_OUTPUTS
 from luthier.models.submodules import decoder_family, families_of
 
 
@@ -28,6 +30,7 @@ def hook(model: PreTrainedModel) -> None:
     hear_own_frames(model)
     join_shared_slots(model)
     merge_frames_by_chunk(model)
+    encode_videos_apart(model)
     name_decoder_inputs(model)
     list_pictures(model)
 
@@ -307,6 +310,63 @@ class _Joining:
 def _features(encode: Any, inputs: list[Any]) -> torch.Tensor:
     """[S, H]"""
     return torch.cat(tuple(encode(*inputs, return_dict=True).pooler_output))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A model whose class takes one video in a call, on the tokens of pictures, and fails on its features (Nemotron Omni).
+#
+# transformers 5.23 joins the features of a video as if they were a list. They are computed here, each video by itself
+# and of the size that it has alone, and handed over as those of pictures, with the pictures' own in the order of their
+# tokens. So no tokens of a video are left out, as generation may do (``video_pruning_rate``).
+#
+# F frames of all videos, M samples with media, S slots of one of them, H hidden size.
+
+
+def encode_videos_apart(model: PreTrainedModel) -> bool:
+    """Let the model take videos, if its family says so (`Family.videos_apart`)."""
+    if not any(family.videos_apart for family in families_of(model.config)):
+        return False
+    own = inspect.signature(type(model).forward)
+
+    @wraps(type(model).forward)
+    def forward(self: Any, **inputs: Any) -> object:
+        return _forward_of_videos(self, **inputs)
+
+    # transformers' generate lets only inputs pass that it finds in the signature, and would compute features itself
+    *named, rest = (each for name, each in own.parameters.items() if name != ENCODER_OUTPUTS)
+    extra = inspect.Parameter(SHOWN, inspect.Parameter.KEYWORD_ONLY, default=None)
+    forward.__signature__ = own.replace(parameters=[*named, extra, rest])  # type: ignore[attr-defined]
+    # not a hook: what adapters wrap is called by its ``forward``, which runs none
+    model.forward = MethodType(forward, model)
+    return True
+
+
+def _forward_of_videos(model: Any, **inputs: Any) -> object:
+    frames_F3HW, shown_M3 = inputs.pop(PIXELS, None), inputs.pop(SHOWN, None)
+    if frames_F3HW is None:
+        return type(model).forward(model, **inputs)
+    if shown_M3 is None:  # of one sample alone
+        parts = [_features(model.get_video_features, [frames_F3HW])]
+    else:
+        parts = _in_order(model, frames_F3HW, shown_M3.tolist(), inputs)
+    outputs = {ENCODER_OUTPUTS: {"image": BaseModelOutputWithPooling(pooler_output=tuple(parts))}}
+    return type(model).forward(model, **inputs, **outputs)
+
+
+def _in_order(
+    model: Any, frames_F3HW: torch.Tensor, shown: list[list[int]], inputs: dict[str, Any]
+) -> list[torch.Tensor]:
+    """For each sample with media [S, H]; pictures are taken out of the inputs."""
+    videos = iter(frames_F3HW.split([frames for frames, *_ in shown if frames]))
+    pixels, grids = inputs.pop("pixel_values", None), inputs.pop("image_grid_hw", None)
+    pictures = iter(() if pixels is None else model.get_image_features(pixels, grids, return_dict=True).pooler_output)
+    parts = []
+    for frames, height, width in shown:
+        if frames:
+            parts.append(_features(model.get_video_features, [next(videos)[..., :height, :width]]))
+        else:
+            parts.extend(next(pictures) for _ in range(height))
+    return parts
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from luthier.models.isolation import ChosenIsolation
 from luthier.models.model import REWARD_HEAD
 from luthier.models.routers import Routers
 from luthier.models.sharding import local_copy, replicate
-from luthier.models.submodules import evaluating, plain_model
+from luthier.models.submodules import evaluating, output_layer, plain_model
 from luthier.objectives.head import AnyHead, Head, LossKernel, tempered
 from luthier.objectives.token_scores import TokenScores, token_scores
 from luthier.records import Batch, Targets
@@ -82,7 +82,7 @@ def find_head(model: nn.Module) -> OutputHead:
     Raises `ModelError` for a model without an output layer.
     """
     plain = plain_model(model)
-    layer = plain.get_output_embeddings()
+    layer = output_layer(plain)
     if layer is None:
         raise ModelError(f"{type(plain).__name__} has no output layer, so it predicts no tokens")
     entries = plain.config.get_text_config().to_dict()

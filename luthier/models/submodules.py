@@ -40,6 +40,14 @@ def plain_model(model: nn.Module) -> Any:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
+def output_layer(model: PreTrainedModel) -> Any:
+    """What makes logits of hidden states: as the model's class names it, or, where that names none (Nemotron Omni), the
+    one of a language model inside of it; None: there is none."""
+    within = (model, *(child for child in model.children() if isinstance(child, PreTrainedModel)))
+    layers = (each.get_output_embeddings() for each in within)
+    return next((layer for layer in layers if layer is not None), None)
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode, and then in the mode it was in. Of one that is evaluated anyway nothing is touched:
@@ -187,7 +195,7 @@ def _by_encoders(model: PreTrainedModel) -> ModelParts:
     names = {id(module): name for name, module in model.named_modules()}
     tower = tuple(names[key] for key in found if names.get(key))  # a model without one answers with itself, named ""
     decoder = names[id(model.get_decoder())]
-    kept = {id(model.get_decoder()), id(model.get_input_embeddings()), id(model.get_output_embeddings()), *found}
+    kept = {id(model.get_decoder()), id(model.get_input_embeddings()), id(output_layer(model)), *found}
     # what stands beside the towers and is neither decoder nor head takes the one to the other
     around = {name.rpartition(".")[0] for name in tower if name.rpartition(".")[0] == decoder.rpartition(".")[0]}
     projector = tuple(

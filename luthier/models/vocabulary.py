@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from luthier.config.inputs import ModelConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError, RowError
-from luthier.models.submodules import plain_model
+from luthier.models.submodules import output_layer, plain_model
 from luthier.writing import counted
 
 VOCABULARY_MULTIPLE = 64  # round sizes multiply faster
@@ -121,9 +121,7 @@ def _begin(model: PreTrainedModel, numbers: list[int], vocabulary: Vocabulary, *
     The noise of a row depends on its id alone, so all ranks and each start of the run give it the same.
     """
     tables = {
-        id(module.weight): module.weight
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
-        if module
+        id(module.weight): module.weight for module in (model.get_input_embeddings(), output_layer(model)) if module
     }
     with torch.no_grad():
         for table in tables.values():  # one, where they are tied
@@ -311,7 +309,7 @@ def _learns(end: nn.Module, new_ids: Sequence[int]) -> bool:
 def ends_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The embedding, and the output layer if it has weights of its own, by their full names."""
     names = {id(module): name for name, module in model.named_modules()}
-    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    first, last = model.get_input_embeddings(), output_layer(model)
     found = {names[id(first)]: first}
     if last is not None and _plain_weight(last) is not _plain_weight(first):
         found[names[id(last)]] = last

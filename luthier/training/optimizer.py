@@ -209,7 +209,7 @@ def hidden_matrices(model: nn.Module) -> set[int]:
     plain = submodules.plain_model(model)
     ends: Iterable[nn.Module | None] = ()
     if isinstance(plain, PreTrainedModel):
-        ends = (plain.get_input_embeddings(), plain.get_output_embeddings())
+        ends = (plain.get_input_embeddings(), submodules.output_layer(plain))
     outer = {id(weight) for end in ends if end is not None for weight in end.parameters()}
     found = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | Conv1D)}
     return found - outer

@@ -44,10 +44,6 @@ ROW_OF = {model_type: row.name for row in FAMILIES.values() for model_type in ro
 PROCESSOR_OF = {"qwen3_5": "qwen3_vl"}
 # Families whose model cannot be built here.
 MODELLESS = {"gemma3n": "its tower is one of timm's, which is not installed"}
-# Models of transformers 5.23 that take no videos, whatever is done: pictures are tried.
-WITHOUT_FILMS = {
-    "nemotron_h_omni": "joins the features of a video as if they were a list, and fails",
-}
 UNLEARNED = {"model.vqmodel": "Chameleon's pictures are words of a code book, which no gradient passes"}
 # What chat templates write around an item, where models or processors look for its beginning and end.
 MARKS = {

@@ -28,7 +28,7 @@ from luthier.models.submodules import find_parts
 from luthier.records import Branch, ImageHeader, Segment, VideoHeader
 from luthier.training.generate import question_of
 from tests.conftest import reason_is
-from tests.families_matrix.matrix_cases import CASES, ELSEWHERE, MODELLESS, UNLEARNED, WITHOUT_FILMS
+from tests.families_matrix.matrix_cases import CASES, ELSEWHERE, MODELLESS, UNLEARNED
 from tests.families_matrix.matrix_product import CPU, Product, make_product
 from tests.families_matrix.matrix_rows import FILMS, PICTURES, ROUNDS
 from tests.families_matrix.odd_processors import NOT_CALLED_WITH, ONE_KIND_A_CALL
@@ -76,13 +76,9 @@ def batches(product: Product) -> Iterator[tuple[str, list[int]]]:
 
 
 def together(product: Product) -> list[list[int]]:
-    """A batch of all shapes, for each round; without videos, where the model fails on them."""
+    """A batch of all shapes, for each round."""
     num_shapes = len(product.rows) // ROUNDS
-    rounds = [range(start, start + num_shapes) for start in range(0, len(product.rows), num_shapes)]
-    return [
-        [n for n in numbers if not (product.case.name in WITHOUT_FILMS and product.rows[n].has_video)]
-        for numbers in rounds
-    ]
+    return [list(range(start, start + num_shapes)) for start in range(0, len(product.rows), num_shapes)]
 
 
 def differences(ours: Tensors, theirs: Tensors) -> list[str]:

@@ -44,6 +44,7 @@ class Attention(StrEnum):
     ENCODED = "encoded"  # a decoder attends to all that an encoder made of the row's picture
 
 
+SHOWN = "shown"  # of each sample: frames, height and width of its video, or 0, how many pictures, 0 (`videos_apart`)
 PREFIX_TYPES = "token_type_ids"  # 0 in the prefix, 1 from the answer on
 
 
@@ -149,6 +150,7 @@ class Batching:
               the last entry repeats; None: they have to agree
     offset    the values are indices into that other output, flattened over its first ``offset_axes`` axes: the number
               of what came before is added
+    beside    the other output without which it says nothing: it is left out of a batch that has none
     """
 
     axis: int = 0
@@ -156,6 +158,7 @@ class Batching:
     pad: float | tuple[float, ...] | None = None
     offset: str | None = None
     offset_axes: int = 1
+    beside: str = ""
 
 
 CAT = Batching()
@@ -238,6 +241,8 @@ class Family:
     one_kind      why pictures and videos may not be in one row; "": they may
     shared_slots  pictures and videos stand on the same tokens; None: they do not, or the model knows them apart
     merges_frames its model makes one frame of several, which its class then fails on (`models.batch_invariance`)
+    videos_apart  its class takes one video in a call, and fails on its features: each is encoded by itself, of its own
+                  size (`models.batch_invariance`)
     token_inputs  outputs along the tokens, computed from ids and features
     own_frames    of a model whose encoder of sounds hears what fills up a batch; None: it is hidden from it
     in_lists      its class takes one mapping, with pictures as lists by row and their slots by where these begin and
@@ -267,6 +272,7 @@ class Family:
     one_kind: str = ""
     shared_slots: SharedSlots | None = None
     merges_frames: bool = False
+    videos_apart: bool = False
     token_inputs: Mapping[str, TokenInput] = field(default_factory=dict)
     own_frames: OwnFrames | None = None
     in_lists: bool = False

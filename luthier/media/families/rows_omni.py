@@ -12,6 +12,7 @@ from luthier.media.families import rules
 from luthier.media.families.family import (
     CAT,
     PAD_CAT,
+    SHOWN,
     Attention,
     Batching,
     Family,
@@ -74,6 +75,14 @@ def _all_frames(features: Features) -> NDArray[np.generic] | None:
     """bool[N, T]: Phi-4's processor gives no mask to a sound that is alone in its call."""
     sounds = features.get("audio_input_features")
     return None if sounds is None else np.ones(sounds.shape[:2], dtype=bool)
+
+
+def _shown(features: Features) -> NDArray[np.generic] | None:
+    """int64[1, 3]: of a sample of Nemotron's frames, height and width of its video, or 0, how many pictures, 0."""
+    frames, grids = features.get("pixel_values_videos"), features.get("image_grid_hw")
+    if frames is not None:
+        return np.array([[len(frames), *frames.shape[2:]]], dtype=np.int64)
+    return None if grids is None else np.array([[0, len(grids), 0]], dtype=np.int64)
 
 
 ROWS = (
@@ -182,10 +191,13 @@ ROWS = (
         video=rules.TUBELETS,
         one_kind="its model cannot tell frames from images",
         audio=rules.SUBSAMPLED_FRAMES,
+        videos_apart=True,
+        derived={SHOWN: _shown},
         batching={
             "pixel_values": CAT,
             "image_grid_hw": CAT,
-            "pixel_values_videos": CAT,
+            "pixel_values_videos": PAD_CAT,
+            SHOWN: Batching(beside="pixel_values_videos"),
             "input_features": PAD_CAT,
             "input_features_mask": PAD_CAT,
         },

@@ -290,9 +290,12 @@ def merge_features(family: Family, rows: Sequence[Features]) -> dict[str, NDArra
     """The outputs for a batch from those of its rows; a row of text alone has {}.
 
     Outputs that are batched by row get an empty (padded) row for it; the others skip it. Those that a processor leaves
-    out where an item is alone are left out here too. Raises as `join_features`.
+    out where an item is alone, or that say nothing without another one, are left out here too. Raises as
+    `join_features`.
     """
-    merged = {key: _concatenated(family, key, rows, by_row=family.batching[key].by_row) for key in _keys(rows)}
+    keys = _keys(rows)
+    said = [key for key in keys if (family.batching[key].beside or key) in keys]
+    merged = {key: _concatenated(family, key, rows, by_row=family.batching[key].by_row) for key in said}
     return {key: value for key, value in merged.items() if key not in family.derived or len(value) > 1}
 
 

@@ -32,7 +32,7 @@ from luthier.loader.plan import StreamPlan
 from luthier.media.feature_files import FeatureFiles, ItemFeatures, item_key
 from luthier.models.encoders import Encoders, blank_features, with_encoder_outputs
 from luthier.models.model import run_precision
-from luthier.models.submodules import evaluating, find_parts
+from luthier.models.submodules import evaluating, find_parts, output_layer
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Media, MediaHeader, MediaItem, Pack, Segment
 from luthier.store.disk import Disk
@@ -257,7 +257,7 @@ def _tower_weights(plain: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]
     """All that is not of the language model, or that nobody can tell whose it is; what is trained takes no part."""
     parts = find_parts(plain)
     decoder: object = plain.get_decoder()
-    embeddings: Any = [plain.get_input_embeddings(), plain.get_output_embeddings()]
+    embeddings: Any = [plain.get_input_embeddings(), output_layer(plain)]
     of_words = {id(p) for module in (decoder, *embeddings) if module is not None for p in module.parameters()}
     for name, tensor in sorted([*plain.named_parameters(), *plain.named_buffers()]):
         stands_outside = parts.of(name) is not ModelPart.LANGUAGE_MODEL
