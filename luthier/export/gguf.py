@@ -212,6 +212,7 @@ def _ask(url: str, path: str, body: JsonObject | None) -> JsonObject:
 # and where that makes the ids of all golden prompts; else it is left out.
 
 MODELFILE = "Modelfile"
+RENDERED_BY_OLLAMA = ("gemma4", "nemotron_h", "laguna")  # how model types begin of which it never reads a template
 ROLES = ("system", "user", "assistant")
 _MARK = "zqmark"  # stands for a message's text; no template changes it
 
@@ -246,18 +247,24 @@ class NotExpressible(UserError):
     """Ollama's language cannot say what this template does, or nothing shows that it does."""
 
 
-def modelfile(model: Path, parity: Parity, tokenizer: Any, num_ctx: int) -> tuple[str, list[str]]:
-    """The text of a Modelfile for a GGUF file beside it, and what is to be told. ``tokenizer`` is transformers'."""
+def modelfile(model: Path, parity: Parity, tokenizer: Any, num_ctx: int, model_type: str = "") -> tuple[str, list[str]]:
+    """The text of a Modelfile for a GGUF file beside it, and what is to be told. ``tokenizer`` is transformers', and
+    ``model_type`` the name of its model's family."""
     lines = [f"FROM ./{model.name}"]
     for stop in parity.stops:
         text = str(tokenizer.convert_ids_to_tokens(stop))
         if '"' not in text and text.isprintable():
             lines.append(f'PARAMETER stop "{text}"')
     lines.append(f"PARAMETER num_ctx {num_ctx}")
+    if model_type.startswith(RENDERED_BY_OLLAMA):
+        note = (
+            f"{MODELFILE} has no TEMPLATE: Ollama writes prompts of {model_type} by its own code, whatever a file says"
+        )
+        return "\n".join(lines) + "\n", [f"{note}; llama-server --jinja uses the template that was trained with"]
     try:
         shape = proven_shape(parity, tokenizer)
     except NotExpressible as error:
-        note = f"{MODELFILE} has no TEMPLATE ({error.message}): Ollama takes one that it knows, or none"
+        note = f"{MODELFILE} has no TEMPLATE ({error.message}): see docs/export.md, Ollama, for what Ollama does then"
         return "\n".join(lines) + "\n", [note]
     proven = counted(len(parity.prompts), "golden prompt")
     note = f"{MODELFILE} has a TEMPLATE, which makes the ids of {proven}, all that there are"

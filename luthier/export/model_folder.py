@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -34,7 +35,7 @@ from luthier.export.quantizing import (
     quantize_folder,
     quantized_form,
 )
-from luthier.models.adapter_files import give_back_freed, leave_files, merge_adapter
+from luthier.models.adapter_files import give_back_freed, leave_files, leaving_files, merge_adapter
 from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
 from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.training.folder.artifacts import save_model
@@ -286,7 +287,8 @@ def _converted(
     name = gguf.convert(export.whole, model, section, converter)
     tokenizer = AutoTokenizer.from_pretrained(str(export.whole), local_files_only=True)
     if section.modelfile:
-        text, told = gguf.modelfile(model, parity, tokenizer, export.run.config.data.max_length)
+        family = AutoConfig.from_pretrained(str(export.whole), local_files_only=True).model_type
+        text, told = gguf.modelfile(model, parity, tokenizer, export.run.config.data.max_length, family)
         (export.place / gguf.MODELFILE).write_text(text, encoding="utf-8")
     if name is not None:
         told.append(
@@ -335,7 +337,9 @@ def _with_adapter(run: TrainedRun) -> tuple[TrainedRun, list[str]]:
 
 def _engine_of(run: TrainedRun) -> LocalEngine:
     """The trained model, with no more of its files in memory than it needs."""
-    engine = run.engine(run.config.eval.per_device_eval_batch_size)
+    quantizes = run.config.model.quantization.type is not QuantizationType.NONE
+    with leaving_files() if quantizes else nullcontext():
+        engine = run.engine(run.config.eval.per_device_eval_batch_size)
     if is_quantized(base_of(engine.model)):
         leave_files()
     return engine

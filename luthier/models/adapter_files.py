@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 
 import torch
 from peft import (
@@ -290,6 +291,25 @@ def leave_files() -> None:
             if line.endswith(".safetensors"):
                 start, end = (int(place, 16) for place in line.split(maxsplit=1)[0].split("-"))
                 _page_out(start, end - start)
+
+
+@contextmanager
+def leaving_files(every: float = 0.5) -> Iterator[None]:
+    """Do so ``every`` so many seconds, while a model is quantized as it is read: else its whole files are resident in
+    the end, beside what was made of them."""
+    is_read = Event()
+
+    def leave() -> None:
+        while not is_read.wait(every):
+            leave_files()
+
+    thread = Thread(target=leave, name="leave-files", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_read.set()
+        thread.join()
 
 
 def give_back_freed(*, cycles: bool = False) -> None:

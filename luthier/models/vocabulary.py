@@ -120,6 +120,8 @@ def _begin(model: PreTrainedModel, numbers: list[int], vocabulary: Vocabulary, *
 
     The noise of a row depends on its id alone, so all ranks and each start of the run give it the same.
     """
+    if not numbers and not vocabulary.described:
+        return  # the mean of a table takes a copy of it in float32 for a moment
     tables = {
         id(module.weight): module.weight for module in (model.get_input_embeddings(), output_layer(model)) if module
     }

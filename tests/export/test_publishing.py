@@ -67,6 +67,15 @@ def test_a_template_of_texts_around_messages_is_written_in_ollamas_language(toke
     assert len(notes) == 1 and "2" in notes[0]
 
 
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_text", "nemotron_h"])
+def test_no_template_is_written_for_families_whose_prompts_ollama_writes_by_its_own_code(
+    family: str, tokenizer: Any
+) -> None:
+    tokenizer.chat_template = CHATML
+    text, (note,) = modelfile(Path("some.gguf"), parity(tokenizer, HISTORY), tokenizer, 4096, family)
+    assert "TEMPLATE" not in text and 'PARAMETER stop "<|im_end|>"' in text and family in note
+
+
 @pytest.mark.parametrize("template", [
     CHATML.replace("{{ m.content }}", "{{ m.content | upper }}"),
     CHATML.replace("{% for", "{% if messages[0].role != 'system' %}<|im_start|>system\nHi<|im_end|>{% endif %}{% for"),

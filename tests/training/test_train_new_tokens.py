@@ -309,6 +309,21 @@ def test_noise_keeps_new_tokens_apart_and_is_the_same_at_every_start(
     assert torch.equal(*_begun(base, tmp_path, added)[0])  # without it they begin alike
 
 
+def test_a_table_to_which_nothing_is_added_is_not_gone_through(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mean takes a copy of it in float32, which of a large model is two gigabytes."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise AssertionError("nobody asks for a mean")
+
+    config = make_config(tmp_path, model={"name_or_path": str(base)})
+    monkeypatch.setattr(torch.Tensor, "mean", fail)
+    load_model(config, Vocabulary(size=OLD, eos_token_id=2034, pad_token_id=2032))
+    with pytest.raises(AssertionError, match="nobody"):
+        load_model(config, Vocabulary(size=OLD, eos_token_id=2034, pad_token_id=2032, new_ids=(OLD - 1,)))
+
+
 def test_a_description_without_known_words_is_refused(added: Tokenizer) -> None:
     with pytest.raises(ModelError, match=r"model\.token_descriptions"):
         Vocabulary.of(added, {"<|act|>": "zorkmid"})  # which is new itself
