@@ -39,7 +39,7 @@ from benchmarks.harness.runs import LUTHIER
 from luthier.config.loading import load_config
 from luthier.config.schema import GenerateConfig, RunConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.presets.datasets import dataset_rows
+from luthier.presets import dataset_rows
 from luthier.records import Segment
 from luthier.training.generate import Question, answer_all
 

@@ -6,8 +6,8 @@ stands in a text is text, so an escape sequence in a file's name is shown as ``\
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -42,6 +42,4 @@ def facts_table(facts: Iterable[tuple[str, RenderableType]], gap: int = 3) -> Ta
     return table
 
 
-def stderr_terminal(**options: Any) -> Terminal:
-    """The console for everything that is no result."""
-    return Terminal(stderr=True, **options)
+stderr_terminal = functools.partial(Terminal, stderr=True)  # the console for everything that is no result

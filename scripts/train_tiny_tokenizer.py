@@ -20,8 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from luthier.presets import model_folder, tokenizer_folder
-from luthier.presets.datasets import dataset_rows
+from luthier.presets import dataset_rows, model_folder, tokenizer_folder
 
 VOCAB_SIZE = 2048
 MEDIA_VOCAB_SIZE = 480  # nearly every word of the questions has an id of its own

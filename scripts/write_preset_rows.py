@@ -43,7 +43,7 @@ from random import Random
 from typing import NamedTuple
 from zlib import crc32
 
-from luthier.presets.datasets import ROWS_FOLDER, SPLITS
+from luthier.presets import ROWS_FOLDER, SPLITS
 from luthier.presets.quizzes import is_held_out
 from luthier.writing import JsonObject
 

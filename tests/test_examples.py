@@ -11,7 +11,7 @@ import pytest
 from luthier.cli.main import EXIT_USER, run
 from luthier.config.loading import load_config, load_config_text
 from luthier.errors import ConfigError
-from luthier.presets.datasets import dataset_rows
+from luthier.presets import dataset_rows
 from luthier.rewards.function_process import ToolBox
 from tests.conftest import refused
 

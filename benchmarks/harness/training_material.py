@@ -26,7 +26,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.loader.settings import units_of
 from luthier.preparation.prepare import prepare
 from luthier.preparation.segments import SegmentIndex
-from luthier.presets.datasets import dataset_rows
+from luthier.presets import dataset_rows
 from luthier.records import IGNORE_INDEX, Segment
 
 HIDDEN, LAYERS, HEADS, KEY_VALUE_HEADS, INNER = 256, 4, 4, 2, 768

@@ -207,12 +207,8 @@ def _see(key: str) -> str:
 # The schema accepts them too; here they are written out in the tree, so that overrides and messages meet one form.
 
 
-def expand(tree: Node) -> Node:
-    """The tree of a run description in its long form."""
-    return _expand_section(tree, RunConfig)
-
-
-def _expand_section(node: Node, section: type[Section]) -> Node:
+def expand(node: Node, section: type[Section] = RunConfig) -> Node:
+    """The tree of a run description, or of one of its sections, in its long form."""
     if section.shorthand is not None and isinstance(node, Scalar) and isinstance(node.value, str):
         node = MappingNode(where=node.where, entries={section.shorthand: node})
     if not isinstance(node, MappingNode):
@@ -227,12 +223,12 @@ def _expand_section(node: Node, section: type[Section]) -> Node:
 
 def _expand_value(node: Node, kind: object) -> Node:
     if _is_section(kind):
-        return _expand_section(node, kind)
+        return expand(node, kind)
     if get_origin(kind) is list and _is_section(item := get_args(kind)[0]):
         if isinstance(node, MappingNode) or (isinstance(node, Scalar) and isinstance(node.value, str)):
             node = ListNode(where=node.where, items=(node,))
         if isinstance(node, ListNode):
-            return replace(node, items=tuple(_expand_section(entry, item) for entry in node.items))
+            return replace(node, items=tuple(expand(entry, item) for entry in node.items))
     return node
 
 

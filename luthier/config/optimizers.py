@@ -7,9 +7,10 @@ description is told without it; `luthier.training.optimizer` makes the optimizer
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 OptimizerSetting = float | int | bool | str
 Default = OptimizerSetting | tuple[OptimizerSetting, ...] | type
@@ -17,7 +18,7 @@ Default = OptimizerSetting | tuple[OptimizerSetting, ...] | type
 package has the default."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class OptimizerRow:
     """An optimizer.
 
@@ -32,8 +33,9 @@ class OptimizerRow:
     """
 
     name: str
-    needs: tuple[tuple[str, str], ...] = ()
     settings: Mapping[str, Default] = field(default_factory=dict)
+    _: KW_ONLY
+    needs: tuple[tuple[str, str], ...] = ()
     in_backward: bool = False
     whole_weights: bool = False
     has_betas: bool = True
@@ -119,12 +121,8 @@ _GROK: dict[str, Default] = {
 }  # fmt: skip
 
 
-def _torch(name: str, settings: Mapping[str, Default] | None = None, **more: object) -> OptimizerRow:
-    return OptimizerRow(name=name, settings=settings or {}, **more)  # type: ignore[arg-type]
-
-
-def _bnb(name: str, settings: Mapping[str, Default] | None = None, **more: object) -> OptimizerRow:
-    return _torch(name, settings, needs=(_BITSANDBYTES,), **more)
+_torch = OptimizerRow
+_bnb = functools.partial(OptimizerRow, needs=(_BITSANDBYTES,))
 
 
 def _projected(name: str, says: str, *, has_betas: bool = True) -> OptimizerRow:

@@ -62,33 +62,19 @@ _KINDS: dict[str, type[UserError]] = {
 class FeedFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What is known before the first row that is trained on is read. ``identity`` covers the files as they were found.
 
+    eval_sources   none where rows of the training sources are held out
     num_tried      so many of the rows in `packing.order.hold_out_part` were looked at for evaluation
     num_eval_rows  those of them that are not lost, or those of the evaluation's own sources
     """
 
     num_rows: list[int]
-    names: list[str]
-    weights: list[float]
-    eval_names: list[str]
-    eval_weights: list[float]
+    sources: tuple[SourceInfo, ...]
+    eval_sources: tuple[SourceInfo, ...]
     num_eval_portions: int
     num_eval_rows: int
     num_tried: int
     identity: str
     encoder: str
-
-    @property
-    def sources(self) -> tuple[SourceInfo, ...]:
-        return _sources(self.names, self.weights)
-
-    @property
-    def eval_sources(self) -> tuple[SourceInfo, ...]:
-        """The evaluation sources; none where rows of the training sources are held out."""
-        return _sources(self.eval_names, self.eval_weights)
-
-
-def _sources(names: list[str], weights: list[float]) -> tuple[SourceInfo, ...]:
-    return tuple(SourceInfo(name=name, weight=weight) for name, weight in zip(names, weights, strict=True))
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -404,10 +390,8 @@ class _Feeding:
         identity = hashlib.sha256("\0".join(index.identity for index in indexes).encode()).hexdigest()
         facts = FeedFacts(
             num_rows=[len(index) for index in indexes],
-            names=[source.name for source in sources],
-            weights=[source.config.weight for source in sources],
-            eval_names=[source.name for source in evaluation],
-            eval_weights=[source.config.weight for source in evaluation],
+            sources=tuple(SourceInfo(name=source.name, weight=source.config.weight) for source in sources),
+            eval_sources=tuple(SourceInfo(name=source.name, weight=source.config.weight) for source in evaluation),
             num_eval_portions=self.num_handed["eval"],
             num_eval_rows=self.num_kept,
             num_tried=self.num_tried,

@@ -2,20 +2,28 @@
 templates.
 
 Models and the tokenizer are ordinary local folders in Hugging Face's layout (a config and no weights; those of models
-that see or hear also have their processor and a tokenizer of their own). Data sets are in
-`luthier.presets.datasets`. Configs name them ``preset:tiny-qwen3`` and ``preset:skills``. Chat templates by name
-(``chatml``) are for models that have none of their own.
+that see or hear also have their processor and a tokenizer of their own). Data sets of texts are files,
+``NAME.SPLIT.jsonl.gz``, which `scripts/write_preset_rows.py` has written; those of pictures and sounds are drawn.
+Configs name them ``preset:tiny-qwen3`` and ``preset:skills``. Chat templates by name (``chatml``) are for models that
+have none of their own.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
+from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
-from luthier.errors import ModelError
+from luthier.errors import ModelError, SourceError
+from luthier.writing import JsonObject
 
 _FOLDER = Path(__file__).resolve().parent
 _TOKENIZER = "tiny"  # models without a tokenizer of their own share it
+ROWS_FOLDER = _FOLDER / "rows"
+SPLITS = ("train", "test")
+_DRAWN = ("pictures", "sounds")
 
 
 def model_names() -> tuple[str, ...]:
@@ -50,3 +58,34 @@ def _unknown(what: str, name: str, names: tuple[str, ...]) -> ModelError:
         f"no {what} is named {name!r}; there are {len(names)}: {', '.join(names)}",
         hint=f"did you mean {' or '.join(nearest)}?" if nearest else f"choose one of {', '.join(names)}",
     )
+
+
+def dataset_names() -> tuple[str, ...]:
+    """The preset data sets, sorted."""
+    return tuple(sorted([*_DRAWN, *(path.name.partition(".")[0] for path in ROWS_FOLDER.glob("*.train.*"))]))
+
+
+def dataset_rows(name: str, split: str) -> Iterator[JsonObject]:
+    """The rows of a split, ``train`` or ``test``, always the same; raises `SourceError` for other names."""
+    names = dataset_names()
+    if name not in names:
+        there_are = ", ".join(f"preset:{known}" for known in names)
+        raise SourceError(f"preset:{name}: there is no such preset", hint=f"there are: {there_are}")
+    if split not in SPLITS:
+        raise SourceError(f"preset:{name} has no split {split!r}", hint=f"its splits are {' and '.join(SPLITS)}")
+    match name:
+        case "pictures":
+            from luthier.presets.quizzes import picture_rows
+
+            return picture_rows(split)
+        case "sounds":
+            from luthier.presets.sounds import sound_rows
+
+            return sound_rows(split)
+        case _:
+            return _read_rows(ROWS_FOLDER / f"{name}.{split}.jsonl.gz")
+
+
+def _read_rows(path: Path) -> Iterator[JsonObject]:
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        yield from map(json.loads, lines)

@@ -190,7 +190,7 @@ class PresetRows:
         return sum(1 for _ in self._generate())
 
     def _generate(self) -> Iterator[dict[str, object]]:
-        from luthier.presets.datasets import dataset_rows
+        from luthier.presets import dataset_rows
 
         return dataset_rows(self.name, self.split)
 

@@ -112,7 +112,7 @@ def open_live_data(config: RunConfig, reader: FeedReader) -> RunData:
     same = None if evaluation is None or own_eval else evaluation.prepared.sample_ids
     rows = ArrivingRows(reader.portions("train"), store, arriving, held_out=same)
     rows.held_out = np.sort(hold_out_part(sum(facts.num_rows), 0, facts.num_tried, seed=config.runtime.seed))
-    mixture = mixture_of(config, facts.weights)
+    mixture = mixture_of(config, [source.weight for source in facts.sources])
     parts = [facts.identity, facts.encoder, repr(mixture), repr(rows.held_out.tolist()[:100])]
     return RunData(
         train=rows,

@@ -28,7 +28,7 @@ from luthier.config.choices import HistoryRendering, RowKind, TrainOn
 from luthier.config.inputs import ModelConfig, SourceConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
-from luthier.presets.datasets import dataset_names
+from luthier.presets import dataset_names
 from luthier.presets.named_templates import template_facts, template_names
 from luthier.records import SAMPLES_VERSION, Row, Sample
 from luthier.sources import open_sources

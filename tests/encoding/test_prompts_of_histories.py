@@ -16,8 +16,7 @@ import luthier
 from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowDropped, RowError, TemplateError
-from luthier.presets import model_folder, tokenizer_folder
-from luthier.presets.datasets import dataset_rows
+from luthier.presets import dataset_rows, model_folder, tokenizer_folder
 from luthier.records import Conversation, Message, Segment, Text
 from luthier.rendering.trained_turns import THINKING_SWITCHES
 from tests.conftest import SHARE, reason_is

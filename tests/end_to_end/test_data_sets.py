@@ -14,7 +14,7 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.loader.feed import Feed, FeedJob, feed_folder
 from luthier.preparation.prepare import prepare
-from luthier.presets.datasets import dataset_rows
+from luthier.presets import dataset_rows
 from luthier.training.data import open_live_data
 from luthier.training.fit import fit, fit_data
 from luthier.training.report.result import RunResult

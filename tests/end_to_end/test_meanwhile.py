@@ -19,7 +19,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import BudgetError, CheckpointError, SourceError
 from luthier.loader.feed import Feed, FeedJob, feed_folder, prepares_meanwhile
 from luthier.loader.plan import StreamPlan
-from luthier.presets.datasets import dataset_rows
+from luthier.presets import dataset_rows
 from luthier.records import Address
 from luthier.training.data import open_live_data
 from luthier.training.fit import fit_data

@@ -21,8 +21,7 @@ import luthier
 from luthier.config.loading import load_config
 from luthier.encoding.encoder import Encoder
 from luthier.preparation.prepare import prepare
-from luthier.presets import model_folder, tokenizer_folder
-from luthier.presets.datasets import dataset_rows
+from luthier.presets import dataset_rows, model_folder, tokenizer_folder
 from luthier.records import Segment
 from luthier.training.fit import fit
 from luthier.training.report.result import RunResult

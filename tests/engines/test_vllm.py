@@ -22,7 +22,7 @@ import luthier
 from luthier.check.golden import read_parity, served_otherwise
 from luthier.check.verify.server import TokenServer
 from luthier.errors import UserError
-from luthier.presets.datasets import dataset_rows
+from luthier.presets import dataset_rows
 from tests.conftest import HANG_SECONDS
 
 FLAGS = (

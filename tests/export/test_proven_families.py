@@ -20,8 +20,7 @@ from luthier import ExportCheck, Exported, ExportOptions
 from luthier.check.golden import read_parity, write_parity
 from luthier.export import taken_down
 from luthier.models.adapter_files import quiet_peft
-from luthier.presets import tokenizer_folder
-from luthier.presets.datasets import dataset_rows
+from luthier.presets import dataset_rows, tokenizer_folder
 from tests.training.tiny_models import MODELS, SIZES
 from tests.training.tiny_vlm_folders import filled, write_vlm
 

@@ -16,7 +16,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import StoreError
 from luthier.preparation import work_units as units_room
 from luthier.preparation.prepare import prepare
-from luthier.presets.datasets import dataset_rows
+from luthier.presets import dataset_rows
 from luthier.store import store as store_room
 from luthier.store.care import verify_store
 from luthier.store.disk import Disk

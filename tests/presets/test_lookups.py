@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from luthier.errors import SourceError
-from luthier.presets.datasets import SPLITS, dataset_rows
+from luthier.presets import SPLITS, dataset_rows
 from tests.presets.rows_script import SCRIPT
 
 COLUMNS, look_up = SCRIPT.COLUMNS, SCRIPT.look_up

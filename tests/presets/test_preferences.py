@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 from luthier.config.choices import DATA_PRESETS, Format
 from luthier.config.inputs import SourceConfig
 from luthier.errors import SourceError
-from luthier.presets import tokenizer_folder
-from luthier.presets.datasets import dataset_names, dataset_rows
+from luthier.presets import dataset_names, dataset_rows, tokenizer_folder
 from luthier.records import Conversation, Feedback, Preference
 from luthier.sources import RawRow, open_sources
 from tests.presets.rows_script import SCRIPT

@@ -12,8 +12,7 @@ import pytest
 
 import luthier
 from luthier.errors import ModelError
-from luthier.presets import model_folder, model_names, tokenizer_folder
-from luthier.presets.datasets import ROWS_FOLDER, dataset_names, dataset_rows
+from luthier.presets import ROWS_FOLDER, dataset_names, dataset_rows, model_folder, model_names, tokenizer_folder
 from tests.presets.rows_script import SCRIPT
 
 transformers: Any = pytest.importorskip("transformers")

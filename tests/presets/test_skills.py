@@ -11,8 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from luthier.errors import SourceError
-from luthier.presets import tokenizer_folder
-from luthier.presets.datasets import dataset_rows
+from luthier.presets import dataset_rows, tokenizer_folder
 from tests.presets.rows_script import SCRIPT
 
 Row = dict[str, Any]

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 
-from luthier.presets import tokenizer_folder
-from luthier.presets.datasets import dataset_rows
+from luthier.presets import dataset_rows, tokenizer_folder
 
 FOLDER = tokenizer_folder("tiny")
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_tiny_tokenizer.py"

@@ -12,7 +12,7 @@ import luthier
 from luthier.engines.reward_engine import RewardEngine
 from luthier.errors import UserError
 from luthier.prediction.trained_run import open_run
-from luthier.presets.datasets import dataset_rows
+from luthier.presets import dataset_rows
 from tests.serve.conftest import running
 
 

@@ -28,8 +28,7 @@ from luthier.media import MediaProcessor, decode
 from luthier.media.files.decoding import DecodedAudio
 from luthier.models.model import load_model
 from luthier.models.vocabulary import Vocabulary
-from luthier.presets import model_folder
-from luthier.presets.datasets import dataset_rows
+from luthier.presets import dataset_rows, model_folder
 from luthier.records import Address, Image, ImageHeader, MediaItem, Segment
 from luthier.training.generate import Question, answer_all, answering, choose_questions, passed_over_by, question_of
 

@@ -29,7 +29,7 @@ from luthier.models.adapter_files import quiet_peft
 from luthier.models.adapters import apply_adapter
 from luthier.models.model import load_model
 from luthier.models.vocabulary import Vocabulary
-from luthier.presets.datasets import dataset_rows
+from luthier.presets import dataset_rows
 from luthier.records import Message, Segment, Text
 from luthier.rewards.function_process import NoReward
 from luthier.rewards.judging import DrawnAnswer
