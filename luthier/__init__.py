@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from luthier.check.plan.costs import SourcePlan as SourcePlan
     from luthier.check.plan.estimate import Device as Device
     from luthier.check.plan.estimate import Estimate as Estimate
-    from luthier.check.plan.memory import Memory as Memory
+    from luthier.check.plan.estimate import Memory as Memory
     from luthier.check.plan.stats import ContaminatedRow as ContaminatedRow
     from luthier.check.plan.stats import Contamination as Contamination
     from luthier.check.plan.stats import Distribution as Distribution

@@ -31,16 +31,19 @@ from transformers import (
 from luthier.check.plan.estimate import (
     DEVICE_NAMES,
     GIB,
+    LOSS_CHUNK_BYTES,
     UTILISATION,
     Device,
+    Memory,
     check_name,
     device_named,
     estimate_run,
+    memory_of,
     operations_of,
+    optimizer_bytes,
     present_device,
     table_name,
 )
-from luthier.check.plan.memory import LOSS_CHUNK_BYTES, Memory, memory_of, optimizer_bytes
 from luthier.check.plan.terminal import duration, estimate_table, size
 from luthier.check.plan.work import EpochWork, shape_of
 from luthier.config.choices import Offload, Packing

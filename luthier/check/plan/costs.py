@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.check.plan.estimate import Estimate
-from luthier.check.plan.memory import computes_in_16_bits
+from luthier.check.plan.estimate import Estimate, computes_in_16_bits
 from luthier.check.plan.work import shape_of_run
 from luthier.config.choices import Overflow, Packing
 from luthier.config.objective import OBJECTIVES

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
-from luthier.check.plan.memory import Memory, backward_share, computes_in_16_bits, memory_of
 from luthier.check.plan.work import EpochWork, Ints, ModelShape
+from luthier.config.choices import AdapterType, Offload, Precision
 from luthier.config.objective import OBJECTIVES
-from luthier.config.schema import RunConfig
+from luthier.config.optimizers import OPTIMIZERS
+from luthier.config.schema import RunConfig, TrainConfig
 from luthier.errors import ModelError, UserError
-
-if TYPE_CHECKING:
-    pass
 
 UTILISATION = 0.4  # of a data sheet's peak: what well-kept training of dense models reaches
 UTILISATION_MEASURED = 0.6  # of the rate of a large matrix product
@@ -105,6 +103,177 @@ def _pairs(lengths: Ints, window: int | None) -> float:
         return float((lengths * (lengths + 1) / 2).sum())
     seen = np.minimum(lengths, window)
     return float((seen * (seen + 1) / 2 + (lengths - seen) * window).sum())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The memory that a run needs on a device.
+
+
+RESERVE_BYTES = 3 << 29  # 1.5 GiB: the CUDA context, libraries' workspaces, gaps between allocations
+LOSS_CHUNK_BYTES = 1 << 26  # what the loss copies to float32 at a time
+
+# Bytes of optimizer state for each byte (of weights) or number (of 8-bit and 4-bit ones) that is trained.
+_STATES = {"adam_mini": 1.0, "adam": 2.0, "ademamix": 3.0, "lion": 1.0, "adagrad": 1.0, "rmsprop": 1.0, "radam": 2.0}
+_NEARLY_STATELESS = ("adafactor", "sgd", "lomo", "adalomo")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes on each device at the worst moment. ``casts``: 16-bit copies of 32-bit weights, and the largest quantized
+    weight made whole, while they compute."""
+
+    weights: int
+    casts: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    reserve: int
+
+    @property
+    def total(self) -> int:
+        return sum(
+            (self.weights, self.casts, self.gradients, self.optimizer, self.activations, self.logits, self.reserve)
+        )
+
+
+def computes_in_16_bits(config: RunConfig, *, on_gpu: bool) -> bool:
+    """Whether ``train.precision`` means 16-bit matrix products on such a device."""
+    match config.train.precision:
+        case Precision.AUTO:
+            return on_gpu
+        case Precision.BF16 | Precision.FP16:
+            return True
+        case Precision.FP32:
+            return False
+        case _:
+            raise AssertionError(f"unknown precision {config.train.precision!r}")
+
+
+def memory_of(shape: ModelShape, work: EpochWork, config: RunConfig, *, on_gpu: bool) -> Memory:
+    """Bytes on one device; every device holds the whole model."""
+    in_16_bits = computes_in_16_bits(config, on_gpu=on_gpu)
+    is_offloaded = on_gpu and Offload.OPTIMIZER in config.train.offload  # to another memory than this
+    return Memory(
+        weights=shape.weight_bytes,
+        casts=_cast_bytes(shape, config, in_16_bits=in_16_bits),
+        gradients=0 if OPTIMIZERS[config.train.optim].in_backward else shape.gradient_bytes,
+        optimizer=0 if is_offloaded else round(optimizer_bytes(config.train, shape)),
+        activations=_activation_bytes(shape, work.largest_tokens, config, in_16_bits=in_16_bits, on_gpu=on_gpu),
+        logits=2 * (2 if in_16_bits else 4) * work.largest_targets * shape.vocabulary + LOSS_CHUNK_BYTES,
+        reserve=RESERVE_BYTES if on_gpu else 0,
+    )
+
+
+def optimizer_bytes(train: TrainConfig, shape: ModelShape) -> float:
+    """Bytes of an optimizer's state, which follows the type of what it trains, or is of 8 or 4 bits a number."""
+    name, number = train.optim, shape.gradient_bytes / max(1, shape.trainable)
+    if name == "muon" or name.startswith(("galore", "apollo")):
+        rest = shape.trainable - sum(rows * columns for rows, columns in shape.hidden)
+        inner = sum(_hidden_states(train, *sizes) for sizes in shape.hidden)
+        return (1.0 if "8bit" in name else number) * (inner + (0 if "adafactor" in name else 2 * rest))
+    if any(part in name for part in _NEARLY_STATELESS):
+        return 0.0
+    if name == "badam":
+        return 2.0 * shape.gradient_bytes / max(1, shape.layers)  # those of one decoder layer at a time
+    states = next((count for kind, count in _STATES.items() if kind in name), 2.0)
+    if "8bit" in name:
+        return states * shape.trainable
+    return states * shape.trainable / 2 if "4bit" in name else states * shape.gradient_bytes
+
+
+def _hidden_states(train: TrainConfig, rows: int, columns: int) -> int:
+    """Numbers of state for one matrix: Muon's momentum, or two moments of a projected gradient and the projection."""
+    if train.optim == "muon":
+        return rows * columns
+    given: dict[str, Any] = {**OPTIMIZERS[train.optim].settings, **train.optim_args}
+    rank, kind = min(rows, columns, int(given["rank"])), given["proj_type"]
+    sides: dict[str, int] = {"reverse_std": min(rows, columns), "right": rows, "left": columns, "full": rank}
+    kept = max(rows, columns) if isinstance(kind, tuple) else sides.get(kind, max(rows, columns))
+    projection = rank * (rows + columns - (0 if kind == "full" else kept))
+    return projection + (0 if "adafactor" in train.optim else 2 * rank * kept)
+
+
+def _cast_bytes(shape: ModelShape, config: RunConfig, *, in_16_bits: bool) -> int:
+    """16-bit copies of 32-bit weights: of those that are trained, and of frozen ones below an adapter, too, which the
+    backward pass needs; of these one layer at a time where layers are computed again. Besides, of single weights:
+    the largest quantized one made whole, and for DoRA the sum whose norm it takes, in 32 bits, with both parts."""
+    whole = (2 if in_16_bits else 4) * shape.largest_quantized
+    if config.adapter.use_dora:
+        whole += 3 * 4 * max((into * out for _, into, out, _ in shape.adapted), default=0)
+    if not in_16_bits:
+        return whole
+    frozen = (shape.body - shape.trained_body) * bool(shape.adapted) * shape.is_single
+    held = frozen // shape.layers if config.train.gradient_checkpointing else frozen
+    return whole + 2 * (held + (shape.trainable if shape.is_single or shape.adapted else 0))
+
+
+def _activation_bytes(shape: ModelShape, tokens: int, config: RunConfig, *, in_16_bits: bool, on_gpu: bool) -> int:
+    """What one micro-batch keeps for its backward pass. Recomputing keeps the input of each layer, one layer, and the
+    gradient of what is widest in it."""
+    size, recomputes = 2 if in_16_bits else 4, config.train.gradient_checkpointing
+    stream = 4 if shape.is_single else size  # the stream between layers has the type of the weights
+    made_whole = size * (shape.kept_whole + shape.made_anew)
+    if shape.adapted:
+        beside, made = _adapter_bytes(shape, config, in_16_bits=in_16_bits, on_gpu=on_gpu)
+        # norms in 32 bits; attention: q, k and v, repeated for each head of q, and what comes out; feed-forward: gate,
+        # gate after its function, up. What frozen weights are multiplied with is not kept.
+        in_norms = shape.norms * shape.width + (shape.queries + shape.keys) * shape.norms_heads
+        per_layer = 4 * in_norms + size * (4 * shape.queries + 3 * shape.feed_forward) + beside // shape.layers
+        made_whole += made
+    else:
+        # norms: what goes in, in 32 bits twice; attention: q, k, v, q and k again after rotation, what comes out;
+        # feed-forward: gate, gate after its function, up, their product
+        norms = 16 if shape.trains_norms or not shape.is_single else 0
+        per_layer = shape.width * (4 * stream + norms)
+        per_layer += size * (3 * shape.queries + 3 * shape.keys + 4 * shape.feed_forward)
+    if recomputes:
+        widest = size * shape.feed_forward
+        return tokens * (shape.layers * stream * shape.width + per_layer + widest) + made_whole // shape.layers
+    return round(tokens * shape.layers * per_layer * backward_share(shape, config)) + made_whole
+
+
+def _adapter_bytes(shape: ModelShape, config: RunConfig, *, in_16_bits: bool, on_gpu: bool) -> tuple[int, int]:
+    """What adapters keep beside frozen weights: bytes for each token, and bytes that no number of tokens changes.
+
+    Where an adapter's type is that of its input, those that share an input keep it once. PEFT makes a copy for each
+    adapter in 32 bits of an input in 16, but on a GPU not beside weights of bitsandbytes. Dropout keeps for each
+    adapter what it let through, and its mask: a byte on a GPU, 32 bits elsewhere.
+    """
+    size, adapter, mask = 2 if in_16_bits else 4, config.adapter, 1 if on_gpu else 4
+    inputs, outputs, ranks, between, squares, shared = np.array(
+        [(into, out, rank, (into + out) * rank, into * out, into * first)
+         for _, into, out, rank, first in _with_firsts(shape.adapted)]
+    ).sum(axis=0).tolist()  # fmt: skip
+    drops = mask * inputs if adapter.lora_dropout else 0
+    copies = bool(drops) or (in_16_bits and not (on_gpu and shape.largest_quantized and not shape.kept_whole))
+    read = inputs if copies else shared
+    match adapter.type:
+        case AdapterType.VERA:  # its matrices are frozen: what its vectors multiply, and 16-bit copies of matrices
+            return size * (ranks + outputs) + drops, 2 * between if in_16_bits else 0
+        case AdapterType.OFT:  # rotations are made by a series of products of small blocks
+            return size * read, 4 * 4 * inputs * adapter.oft_block_size
+    kept = size * (ranks + read + shape.read_by_experts) + drops
+    if not adapter.use_dora:
+        return kept, 0
+    return kept + 2 * size * outputs, size * squares if drops else 0  # after dropout the weight is multiplied again
+
+
+def _with_firsts(adapted: tuple[tuple[str, int, int, int], ...]) -> Iterator[tuple[str, int, int, int, bool]]:
+    """Adapted layers, and whether each is the first of its module with inputs of its width, which others share."""
+    seen: set[tuple[str, int]] = set()
+    for parent, into, out, rank in adapted:
+        yield parent, into, out, rank, (parent, into) not in seen
+        seen.add((parent, into))
+
+
+def backward_share(shape: ModelShape, config: RunConfig) -> float:
+    """Which share of the layers the backward pass goes through: not those below the first one that is trained.
+
+    Beside an adapter all layers are passed, and where activations are recomputed too.
+    """
+    stops = config.adapter.type is AdapterType.FREEZE and not config.train.gradient_checkpointing
+    return shape.trained_body / max(1, shape.body) if stops else 1.0
 
 
 # --------------------------------------------------------------------------------------------------------------------

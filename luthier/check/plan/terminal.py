@@ -13,8 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from luthier.check.plan.costs import DataPlan, DrawingPlan, LongRow, MediaCount, RunPlan
-from luthier.check.plan.estimate import GIB, Device, Estimate
-from luthier.check.plan.memory import Memory
+from luthier.check.plan.estimate import GIB, Device, Estimate, Memory
 from luthier.check.plan.stats import Distribution, SourceStats, Stats
 from luthier.packing.settings import UnitKind
 from luthier.rendering.messages import PLURAL
