@@ -209,8 +209,8 @@ if TYPE_CHECKING:
     from luthier.rendering.replies.form import ReplyDelta as ReplyDelta
     from luthier.rewards.dialogue_environment import DialogueEnvironment as DialogueEnvironment
     from luthier.rewards.dialogue_environment import Over as Over
-    from luthier.rewards.verifiers_tasks import verifiers_environment as verifiers_environment
-    from luthier.rewards.verifiers_tasks import verifiers_rows as verifiers_rows
+    from luthier.rewards.dialogue_environment import verifiers_environment as verifiers_environment
+    from luthier.rewards.dialogue_environment import verifiers_rows as verifiers_rows
     from luthier.sources import RepeatedIds as RepeatedIds
     from luthier.sources.formats.media import MediaQueue as MediaQueue
     from luthier.sources.formats.reading import Reading as Reading
