@@ -477,12 +477,12 @@ def _estimate(
 
     Raises `ModelError` if the model's config cannot be read or says too little, `UserError` for an unknown device.
     """
-    from luthier.check.plan import estimate, memory, work
+    from luthier.check.plan import estimate, work
     from luthier.models.model import run_device
 
     config = loaded.config
     kind = "cuda" if device is not None else run_device(config)
-    in_16_bits = memory.computes_in_16_bits(config, on_gpu=kind == "cuda")
+    in_16_bits = estimate.computes_in_16_bits(config, on_gpu=kind == "cuda")
     of_device = estimate.present_device if device is None else estimate.device_named
     return estimate.estimate_run(
         config,

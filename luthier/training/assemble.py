@@ -52,7 +52,6 @@ from luthier.training.rollouts.delivery import Delivery, delivery_of
 from luthier.training.rollouts.drawing import Rollouts
 from luthier.training.rollouts.early_warnings import EarlyWarnings
 from luthier.training.rollouts.sampler_probes import SamplerProbes
-from luthier.training.rollouts.spare_prompts import SparePrompts
 from luthier.training.rollouts.talks import Talks, sampling
 from luthier.training.trainer import Trainer, TrainerParts
 from luthier.writing import counted
@@ -271,13 +270,13 @@ def _rollouts(setup: RunSetup, how: CollateSettings, losses: StepLosses, *, shar
     )
 
 
-def _spare(setup: RunSetup) -> SparePrompts | None:
+def _spare(setup: RunSetup) -> streams.SparePrompts | None:
     """The prompts that are asked in place of those that teach nothing, in a run that does so."""
     rollout = setup.config.rollout
     if rollout.dead_groups is not DeadGroups.RESAMPLE:
         return None
     most = rollout.prompts_per_step * rollout.resample_rounds
-    return SparePrompts(schedule=setup.schedule, per_step=most, world=setup.world)
+    return streams.SparePrompts(schedule=setup.schedule, per_step=most, world=setup.world)
 
 
 def _judge(setup: RunSetup) -> RewardJudge:

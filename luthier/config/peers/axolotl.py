@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from luthier.config.peers import axolotl_rows, deepspeed, trl, trl_rows
+from luthier.config.peers import axolotl_rows, named_files, trl, trl_rows
 from luthier.config.peers.drawn import DEFAULTS, DrawnAnswers
 from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, names_of
 from luthier.config.tree import MappingNode, Node, Scalar
@@ -391,7 +391,7 @@ def _devices(reading: Translator) -> None:
     fsdp, config, shards = reading.take("fsdp"), _mapping(reading, "fsdp_config"), reading.take("dp_shard_size")
     reading.take("fsdp_version")
     if (path := reading.take("deepspeed")) not in (None, "", False):
-        deepspeed.share_as_deepspeed(reading, path)
+        named_files.share_as_deepspeed(reading, path)
     elif shards == 1:
         reading.passed |= {key: "dp_shard_size is 1: nothing is shared" for key in ("fsdp_config",) if config}
     elif fsdp or config or shards:

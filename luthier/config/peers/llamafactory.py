@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 
-from luthier.config.peers.deepspeed import read_sharing
 from luthier.config.peers.llamafactory_rows import read_data, read_generation, read_lengths, read_ppo, read_template
-from luthier.config.peers.named_files import beside
+from luthier.config.peers.named_files import beside, read_sharing
 from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, names_of
 from luthier.config.tree import MappingNode, plain
 from luthier.config.yaml_text import parse_yaml

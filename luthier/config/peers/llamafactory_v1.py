@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from luthier.config.peers import deepspeed, named_files, translation, trl_rows
+from luthier.config.peers import named_files, translation, trl_rows
 from luthier.config.tree import MappingNode, plain
 from luthier.writing import JsonObject, counted
 
@@ -280,7 +280,7 @@ def _devices(reading: translation.Translator) -> None:
     name, quantized = section.get("name"), "model.quantization.type" in reading.origins
     optimizer: Any = plain(reading.tree)["train"]["optim"]  # type: ignore[index]
     if name == "deepspeed":
-        deepspeed.share_as_deepspeed(reading, section.get("config_file"))
+        named_files.share_as_deepspeed(reading, section.get("config_file"))
     elif quantized or optimizer == "muon":
         what = "quantized weights are" if quantized else "muon updates whole matrices: the model is"
         reading.told.append(f"dist_config: {what} whole on each device, not divided between several")

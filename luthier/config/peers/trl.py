@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 
 from luthier.config.objective import losses_of
-from luthier.config.peers import deepspeed, named_files, translation, trl_rows
+from luthier.config.peers import named_files, translation, trl_rows
 from luthier.config.peers.drawn import DEFAULTS, RLOO_DEFAULTS, DrawnAnswers
 from luthier.config.tree import MappingNode, plain
 from luthier.writing import JsonObject, counted
@@ -393,7 +393,7 @@ def _devices(reading: translation.Translator) -> None:
     """How several processes share the model. Luthier is started by torchrun, which says how many there are."""
     if (launch := reading.take("accelerate_config")) is not None:
         reading.set("runtime.sharding", "fsdp" if _shares(reading, launch) else "none", "accelerate_config")
-    deepspeed.read_sharing(reading)
+    named_files.read_sharing(reading)
     processes, started = reading.take("num_processes"), os.environ.get("WORLD_SIZE", "1")
     if processes is not None and str(processes) != started:
         reading.told.append(f"num_processes: this is {started} of {processes}; start them all by torchrun "

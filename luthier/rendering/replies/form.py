@@ -31,7 +31,6 @@ class Field(StrEnum):
 
 
 SPOKEN = (Field.THOUGHT, Field.CONTENT)
-JSON_FIELDS = (Field.OBJECT, Field.ARGUMENTS)
 _OUTSIDE_CALLS = (Field.START, Field.THOUGHT, Field.CONTENT, Field.END)
 
 

@@ -43,7 +43,6 @@ from luthier.writing import JsonObject, counted
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 2
 _PICKLED_VERSION, _PICKLED_STATE = 1, "optimizer.pt"  # what Luthier wrote before: state as pickles of torch
-LOADER_STATE = "loader_state.json"
 OBJECTIVE_STATE = "objective_state.json"  # of objectives that remember something from step to step
 TRAINER_STATE = "trainer_state.json"  # transformers' name
 OPTIMIZER_STATE, SCHEDULER_STATE, SCALER_STATE = "optimizer", "scheduler", "scaler"  # names for `state_files`
