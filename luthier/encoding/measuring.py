@@ -55,16 +55,15 @@ class Measurer:
             return row  # and the processor is not asked for
         return split_long_sounds(row, self.processor, self.access)
 
-    def measure(self, filled: Filled) -> Filled:
-        """The row with the expansions of its media. Raises `RowError` for media that cannot be used."""
-        return self._measured(filled, {})
+    def measure(self, filled: Filled, known: dict[records.Media, records.MediaHeader] | None = None) -> Filled:
+        """The row with the expansions of its media; ``known`` are headers that were read, each is read once.
 
-    def _measured(self, filled: Filled, known: dict[records.Media, records.MediaHeader]) -> Filled:
+        Raises `RowError` for media that cannot be used.
+        """
+        known = {} if known is None else known
         comparison = filled.comparison
         if comparison is not None and comparison.rejected is not None:  # its media are those of the prompt, too
-            filled = replace(
-                filled, comparison=replace(comparison, rejected=self._measured(comparison.rejected, known))
-            )
+            filled = replace(filled, comparison=replace(comparison, rejected=self.measure(comparison.rejected, known)))
         if self.one_each and len(filled.media) != 1:
             found = (
                 f"the row has {counted(len(filled.media), 'media item')}" if filled.media else "the row has no media"

@@ -270,7 +270,7 @@ class Rollouts:
             self.probes.check(drawn.values())
         places = sorted(drawn)
         asked = [self.asked_text(key, question) for key, question in enumerate(questions, len(told.questions))]
-        texts = [self._with_answer(asked[key], drawn[key, sample]) for key, sample in places]
+        texts = [self.with_answer(asked[key], drawn[key, sample]) for key, sample in places]
         judged = on_all_ranks(lambda: self.judge.judge(texts), self.world)
         self._count(judged)
         first = len(told.questions)
@@ -420,12 +420,8 @@ class Rollouts:
     def _is_learned(self, reward: float) -> bool:
         return self.learned is Learned.ALL or not np.isnan(reward)
 
-    def as_text(self, key: int, question: Question, answer: Trajectory) -> DrawnAnswer:
-        """An answer to the question of number ``key``, for what judges it."""
-        return self._with_answer(self.asked_text(key, question), answer)
-
     def asked_text(self, key: int, question: Question) -> DrawnAnswer:
-        """A question for what judges answers to it, without an answer yet."""
+        """The question of number ``key`` for what judges answers to it, without an answer yet."""
         return DrawnAnswer(
             prompt=shown(question, self.tokenizer),
             expected=question.expected(self.tokenizer),
@@ -437,7 +433,8 @@ class Rollouts:
             has_media=bool(question.media),
         )
 
-    def _with_answer(self, asked: DrawnAnswer, answer: Trajectory) -> DrawnAnswer:
+    def with_answer(self, asked: DrawnAnswer, answer: Trajectory) -> DrawnAnswer:
+        """A question (`asked_text`) with an answer to it."""
         return replace(
             asked,
             generated=answer.text(self.tokenizer),

@@ -99,7 +99,8 @@ class HeldOutTalks:
         return _judged(told, self._as_texts(found, rollouts), self._as_texts(drawn, rollouts), rollouts.judge)
 
     def _as_texts(self, found: Mapping[tuple[int, int], Trajectory], rollouts: Rollouts) -> list[DrawnAnswer]:
-        return [rollouts.as_text(key, self.questions[key], found[key, sample]) for key, sample in sorted(found)]
+        asked = [rollouts.asked_text(key, question) for key, question in enumerate(self.questions)]
+        return [rollouts.with_answer(asked[key], found[key, sample]) for key, sample in sorted(found)]
 
 
 def with_rewards(
@@ -146,7 +147,7 @@ def _drawn(questions: Sequence[Question], rollouts: Rollouts, settings: Generate
     for answer in answers:
         question = questions[answer.key]
         call = ModelCall(prompt=question.prompt, completion=answer, version=0)
-        found.append(rollouts.as_text(answer.key, question, Trajectory(calls=(call,))))
+        found.append(rollouts.with_answer(rollouts.asked_text(answer.key, question), Trajectory(calls=(call,))))
     return found
 
 
