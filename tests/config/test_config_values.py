@@ -16,6 +16,7 @@ from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import RunConfig
 from luthier.config.yaml_text import number_meant, read_plain
 from luthier.errors import ConfigError
+from luthier.presets import dataset_names
 
 GOOD = "model: preset:tiny-qwen3\ndata: {train: preset:skills}\n"
 
@@ -187,7 +188,7 @@ def test_names_of_transformers_are_those_of_the_installed_version() -> None:
 def test_presets_are_those_that_come_with_luthier() -> None:
     presets = Path(__file__).resolve().parents[2] / "luthier" / "presets"
     assert {folder.name for folder in (presets / "models").iterdir() if folder.is_dir()} >= set(MODEL_PRESETS)
-    assert "skills" in DATA_PRESETS and (presets / "datasets.py").is_file()
+    assert set(DATA_PRESETS) == set(dataset_names())
 
 
 def test_loading_takes_far_below_a_second_and_imports_no_torch(tmp_path: Path) -> None:
