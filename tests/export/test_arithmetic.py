@@ -23,8 +23,7 @@ from luthier import ExportCheck, Exported, ExportOptions
 from luthier.check.golden import read_parity, write_parity
 from luthier.export import arithmetic, taken_down
 from luthier.export.arithmetic import HALF, in_float32
-from luthier.presets import tokenizer_folder
-from luthier.presets.datasets import dataset_rows
+from luthier.presets import dataset_rows, tokenizer_folder
 from tests.export.test_proven_families import adapter
 from tests.training.tiny_models import MODELS, SIZES
 
