@@ -393,7 +393,6 @@ EXCUSED_MODULES = {
     "adapters": "config checks the section of that name, models makes what the section says",
     "objective": "config has the section of that name, training puts together what the section says",
     "settings": "each holds what its room is told",
-    "sounds": "geometry counts their tokens, presets makes some",
     "store": "cli has the commands of the store",
     "table": "each is its room's table that plugins add to",
     "targets": "formats read what a row says of its targets, rendering does what it says",

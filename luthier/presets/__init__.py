@@ -73,17 +73,11 @@ def dataset_rows(name: str, split: str) -> Iterator[JsonObject]:
         raise SourceError(f"preset:{name}: there is no such preset", hint=f"there are: {there_are}")
     if split not in SPLITS:
         raise SourceError(f"preset:{name} has no split {split!r}", hint=f"its splits are {' and '.join(SPLITS)}")
-    match name:
-        case "pictures":
-            from luthier.presets.quizzes import picture_rows
+    if name not in _DRAWN:
+        return _read_rows(ROWS_FOLDER / f"{name}.{split}.jsonl.gz")
+    from luthier.presets import quizzes
 
-            return picture_rows(split)
-        case "sounds":
-            from luthier.presets.sounds import sound_rows
-
-            return sound_rows(split)
-        case _:
-            return _read_rows(ROWS_FOLDER / f"{name}.{split}.jsonl.gz")
+    return quizzes.picture_rows(split) if name == "pictures" else quizzes.sound_rows(split)
 
 
 def _read_rows(path: Path) -> Iterator[JsonObject]:

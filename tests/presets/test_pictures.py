@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from luthier.presets.quizzes import COLOURS, DIGITS, SHAPES, SIZE, SKILLS, draw_digit, draw_shapes, picture_rows
+from luthier.presets.quizzes import COLOURS, DIGITS, PICTURE_SKILLS, SHAPES, SIZE, draw_digit, draw_shapes, picture_rows
 
 Row = dict[str, Any]
 Mask = NDArray[np.bool_]
@@ -124,8 +124,8 @@ def faults(row: Row) -> list[str]:
 
 
 def test_each_skill_has_the_rows_it_declares(train: list[Row], test: list[Row]) -> None:
-    assert Counter(row["skill"] for row in train) == {skill.name: skill.num_train for skill in SKILLS}
-    assert Counter(row["skill"] for row in test) == {skill.name: skill.num_test for skill in SKILLS}
+    assert Counter(row["skill"] for row in train) == {skill.name: skill.num_train for skill in PICTURE_SKILLS}
+    assert Counter(row["skill"] for row in test) == {skill.name: skill.num_test for skill in PICTURE_SKILLS}
     assert test == list(picture_rows("test")), "they are the same every time"
 
 
@@ -158,7 +158,9 @@ def test_no_combination_that_is_asked_for_was_shown_in_training(train: list[Row]
 
 
 def test_rows_of_training_ask_several_questions_about_a_picture(train: list[Row]) -> None:
-    asked = {skill.name: {len(list(turns(row))) for row in train if row["skill"] == skill.name} for skill in SKILLS}
+    asked = {
+        skill.name: {len(list(turns(row))) for row in train if row["skill"] == skill.name} for skill in PICTURE_SKILLS
+    }
     assert asked == {"describe": {1}, "ask": {3}, "digit": {2}}
 
 

@@ -17,12 +17,12 @@ from luthier.config.loading import load_config
 from luthier.encoding.encoder import Encoder
 from luthier.preparation.prepare import prepare
 from luthier.presets import model_folder
-from luthier.presets.sounds import (
+from luthier.presets.quizzes import (
     GLIDES,
     PITCHES,
     SAMPLING_RATE,
     SECONDS,
-    SKILLS,
+    SOUND_SKILLS,
     Timbre,
     play_beeps,
     play_glide,
@@ -127,8 +127,8 @@ def heard(sound: bytes, question: str) -> str:
 
 
 def test_each_skill_has_the_rows_it_declares(train: list[Row], test: list[Row]) -> None:
-    assert Counter(row["skill"] for row in train) == {skill.name: skill.num_train for skill in SKILLS}
-    assert Counter(row["skill"] for row in test) == {skill.name: skill.num_test for skill in SKILLS}
+    assert Counter(row["skill"] for row in train) == {skill.name: skill.num_train for skill in SOUND_SKILLS}
+    assert Counter(row["skill"] for row in test) == {skill.name: skill.num_test for skill in SOUND_SKILLS}
     assert test == list(sound_rows("test")), "they are the same every time"
 
 
