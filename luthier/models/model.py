@@ -463,7 +463,8 @@ def reward_class(model_config: PretrainedConfig) -> Any:
     kind = type(model_config)
     if kind in AutoModelForSequenceClassification._model_mapping:
         return AutoModelForSequenceClassification
-    comes_with_files = any(row.in_lists or row.decoder_names for row in families_of(model_config))
+    rows = families_of(model_config)
+    comes_with_files = any(row.in_lists or row.looks_across or row.decoder_names for row in rows)
     generating = None if comes_with_files else multimodal_class(model_config)
     if generating is None:
         raise ModelError(

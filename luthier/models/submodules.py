@@ -125,8 +125,8 @@ class ModelParts:
 def multimodal_class(config: PretrainedConfig) -> Any | None:
     """transformers' Auto class for models that take images, videos or audio beside text; None: it has none for this.
 
-    A family with `Family.decoder_names` or `Family.in_lists` comes with its own class, which its files name for
-    `AutoModel` and `AutoModelForCausalLM`.
+    A family with `Family.decoder_names`, `Family.in_lists` or `Family.looks_across` comes with its own class, which its
+    files name for `AutoModel` or `AutoModelForCausalLM`.
 
     Audio Flamingo and Music Flamingo have an encoder and a language model like others, but transformers lists them with
     translators of speech alone.
@@ -136,7 +136,7 @@ def multimodal_class(config: PretrainedConfig) -> Any | None:
     if decoder_family(config) is not None:
         return AutoModel
     rows = [row for row in FAMILIES.values() if config.model_type in row.model_types]
-    if any(row.in_lists for row in rows):
+    if any(row.in_lists or row.looks_across for row in rows):
         return AutoModelForCausalLM
     return AutoModelForSeq2SeqLM if rows and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING else None
 
@@ -154,6 +154,15 @@ def is_multimodal(config: PretrainedConfig) -> bool:
 def families_of(config: PretrainedConfig) -> list[Family]:
     """The rows of the table that are of this kind of model; none for a model of text alone, or of an unknown kind."""
     return [row for row in FAMILIES.values() if config.model_type in row.model_types] if is_multimodal(config) else []
+
+
+def ungenerated(config: PretrainedConfig) -> str | None:
+    """Why such a model generates no answers here; None where it does."""
+    if (family := decoder_family(config)) is not None:
+        return f"answers of {family.name} are not generated: its decoder stands beside an encoder"
+    across = [row.name for row in families_of(config) if row.looks_across]
+    why = "its class keeps caches as older versions of transformers had them"
+    return f"answers of {across[0]} are not generated: {why}" if across else None
 
 
 def undrawn(config: PretrainedConfig) -> str | None:

@@ -24,7 +24,7 @@ from luthier.errors import ModelError, UserError
 from luthier.loader.settings import media_of
 from luthier.models.adapter_files import load_to_answer, merge_first
 from luthier.models.model import is_reward_model, load_model, quantize_whole, run_device
-from luthier.models.submodules import decoder_family
+from luthier.models.submodules import ungenerated
 from luthier.models.vocabulary import Vocabulary
 from luthier.training.assemble import BASE_FOLDER, RunModel
 from luthier.training.folder.artifacts import TEMPLATE_FILE
@@ -88,8 +88,8 @@ class TrainedRun:
         loaded = replace(loaded, model=merge_first(loaded.model, self.config.adapter))
         loaded = quantize_whole(loaded, self.config)
         model: PreTrainedModel | PeftModel = loaded.model
-        if (family := decoder_family(model.config)) is not None:
-            raise UserError(f"answers of {family.name} are not generated: its decoder stands beside an encoder")
+        if (reason := ungenerated(model.config)) is not None:
+            raise UserError(reason)
         if self.adapter is not None:
             model = load_to_answer(model, self.adapter)
         model.to(run_device(self.config))

@@ -297,9 +297,9 @@ def _questions(run: Run) -> list[Question] | HeldOutTalks:
     if not wanted:
         return []
     metrics_of_answers(config.eval.metrics)  # raises before any answer is generated
-    if (family := submodules.decoder_family(model.loaded.model.config)) is not None:
+    if (reason := submodules.ungenerated(model.loaded.model.config)) is not None:
         raise UserError(
-            f"eval.generate_rows is {wanted}, and answers of {family.name} are not generated in training",
+            f"eval.generate_rows is {wanted}, and {reason}",
             hint="set eval.generate_rows: 0; held-out rows are still measured by their loss",
         )
     if data.eval is None:

@@ -323,7 +323,6 @@ def _positions(draft: Draft, model: PreTrainedModel, notes: list[str]) -> Iterat
 def _generation(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
     """Whether this model can answer in training, and answers as long as it may."""
     evaluation, objective = draft.config.eval, draft.config.objective.name
-    family = submodules.decoder_family(model.config)
     if OBJECTIVES[objective].on_policy and (reason := submodules.undrawn(model.config)) is not None:
         what = f"{objective} learns from answers that the run draws, and {reason}"
         yield draft.problem("objective.name", what, "set objective: sft")
@@ -333,10 +332,9 @@ def _generation(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
         yield from _too_long(draft, "rollout.max_new_tokens", draft.config.rollout.max_new_tokens, most)
     if not evaluation.generate_rows:
         return
-    if family is not None:
-        what = f"answers of {family.name} are not generated in training"
+    if (reason := submodules.ungenerated(model.config)) is not None:
         hint = "set eval.generate_rows: 0; held-out rows still have their loss"
-        yield draft.problem("eval.generate_rows", what, hint)
+        yield draft.problem("eval.generate_rows", reason, hint)
     key = "generate.max_new_tokens" if evaluation.max_new_tokens is None else "eval.max_new_tokens"
     yield from _too_long(draft, key, evaluation.max_new_tokens or draft.config.generate.max_new_tokens, most)
     size = model.get_input_embeddings().weight.shape[0]

@@ -27,7 +27,8 @@ ELSEWHERE = {
     "llava_onevision1_5": "transformers has no model of it",
     "nemotron_parse": "transformers has no model of it; `tests.training.test_train_decoder_inputs` has a stand-in",
     "minicpmv": "transformers has no model of it; `tests.training.test_train_listed_pictures` has a stand-in",
-    "minicpmo": "the same class in all that is read here as minicpmv's",
+    "minicpmo": "transformers has no model of it; `tests.training.test_train_listed_sounds` has a stand-in",
+    "moss_vl": "transformers has no model of it; `tests.training.test_train_across` has a stand-in",
 }
 
 

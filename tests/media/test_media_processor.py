@@ -45,6 +45,7 @@ def test_every_row_names_classes_that_exist() -> None:
         "KimiVLProcessor",
         "MiniCPMOProcessor",
         "MiniCPMVProcessor",
+        "MossVLProcessor",
         "NemotronParseProcessor",
     }  # with their models
     for family in FAMILIES.values():

@@ -17,8 +17,8 @@ from luthier.config.choices import ModelPart
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ModelError
-from luthier.models.batch_invariance import list_pictures
 from luthier.models.model import reward_class
+from luthier.models.own_inputs import list_pictures
 from luthier.models.submodules import find_parts
 from luthier.prediction.predicting import PredictOptions, predict
 from luthier.preparation.prepare import prepare

@@ -20,7 +20,7 @@ from luthier.errors import RowError
 from luthier.media.families import rules
 from luthier.media.families.family import Settings
 from luthier.media.processors.expansion import spoken
-from luthier.models.batch_invariance import list_pictures
+from luthier.models.own_inputs import list_pictures
 from luthier.models.submodules import find_parts
 from luthier.prediction.predicting import PredictOptions, predict
 from luthier.preparation.prepare import prepare

@@ -246,7 +246,9 @@ class Family:
     token_inputs  outputs along the tokens, computed from ids and features
     own_frames    of a model whose encoder of sounds hears what fills up a batch; None: it is hidden from it
     in_lists      its class takes one mapping, with pictures as lists by row and their slots by where these begin and
-                  end: batches are put so for it (`models.batch_invariance`)
+                  end: batches are put so for it (`models.own_inputs`)
+    looks_across  pictures are on one token each, and its class takes how many each row has and what is hidden from
+                  whom, and counts positions itself (`models.own_inputs`)
     decoder_names of a decoder beside an encoder: what it calls the inputs along the tokens, "" of one that it does not
                   take. Its picture is on no token of the text, and each row has exactly one
     chat_template for processors that come without one
@@ -276,6 +278,7 @@ class Family:
     token_inputs: Mapping[str, TokenInput] = field(default_factory=dict)
     own_frames: OwnFrames | None = None
     in_lists: bool = False
+    looks_across: bool = False
     decoder_names: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = None
     positions: str | None = None

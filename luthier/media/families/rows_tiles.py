@@ -459,6 +459,21 @@ REMOTE_ROWS = (
         reason="its decoder attends to the image of the whole row",
         modules=Modules(tower=("encoder.model_encoder",), projector=("encoder",), language=("decoder", "lm_head")),
     ),
+    Family(
+        name="moss_vl",
+        processors=("MossVLProcessor",),
+        model_types=("moss_vl",),
+        # its text does not depend on sizes; an image of 1024 x 1024 pixels has 4,096 patches
+        image=Rule(measure=pictures.nothing, replace=expansion.one_slot, placeholder="image_placeholder", fold=4_096),
+        batching={"pixel_values": CAT, "grid_thw": CAT},
+        dropped=("cross_attention_mask", "media_nums_per_sample"),
+        looks_across=True,
+        attention=Attention.CROSS,
+        packing=PackingSupport.PADDED,
+        reason="its cross-attention sees images of the whole row",
+        undrawn="its class keeps caches as older versions of transformers had them",
+        modules=Modules(tower=("model.visual",), projector=("model.visual.merger",)),
+    ),
     MINICPMV,
     replace(
         MINICPMV,

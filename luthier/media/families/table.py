@@ -144,7 +144,6 @@ MODEL_TYPES: Mapping[str, str] = {
     "kosmos-2": FIRST,
     "kosmos-2.5": FIRST,
     "moonshine": ENCODES,
-    "moss_vl": "its layers look across at frames, by positions and masks that only the classes in its files make",
     "seamless_m4t_v2": ENCODES,
     "speech-encoder-decoder": ENCODES,
     "t5gemma2": ENCODES,

@@ -229,6 +229,11 @@ def decoder_start(settings: Settings, measured: Measured, index: int) -> str:
     return str(settings.processor.tokenizer.eos_token)
 
 
+def one_slot(settings: Settings, measured: Measured, index: int) -> str:
+    """MOSS-VL, whose text has one token for a picture of any size."""
+    return str(settings.processor.image_token)
+
+
 def bounded(settings: Settings, measured: Measured, index: int) -> str:
     """MiniCPM-V up to 4.5 and MiniCPM-o: the same slots for the picture and each of its slices, each between marks."""
     string: str = settings.part.get_slice_image_placeholder(measured["sizes"][index], index)

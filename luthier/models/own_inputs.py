@@ -1,0 +1,168 @@
+"""Models whose class takes a batch in another form than this package makes it: they take ours too.
+
+One section for each form; `take_own_inputs` asks which one a model's family has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from luthier.models.submodules import decoder_family, families_of
+
+
+def take_own_inputs(model: PreTrainedModel) -> bool:
+    """Let the model take batches like any other, if its family has a form of its own; whether it has."""
+    return name_decoder_inputs(model) or list_pictures(model) or tell_pictures_apart(model)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Models whose decoder stands beside an encoder (Nemotron-Parse): called with batches like any other.
+#
+# Batches call ids ``input_ids`` everywhere in this package. Such a model calls them ``decoder_input_ids``, and has no
+# positions: its forward is given what its family's row says (`Family.decoder_names`).
+
+
+def name_decoder_inputs(model: PreTrainedModel) -> bool:
+    """Let the model take the names of a batch, if its family says so; it takes its own as before."""
+    if decoder_family(model.config) is None:
+        return False
+    # not a hook: what adapters wrap is called by its ``forward``, which runs none. Bound, so that a copy is the copy's
+    model.forward = MethodType(_forward, model)
+    return True
+
+
+def _forward(model: PreTrainedModel, **inputs: Any) -> object:
+    family = decoder_family(model.config)
+    assert family is not None
+    given = {name: value for name, value in inputs.items() if value is not None}  # adapters fill in all they know
+    return type(model).forward(model, **family.named(given))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Models whose class takes a batch as one mapping, with pictures in lists (MiniCPM-V up to 4.5, MiniCPM-o).
+#
+# ``forward(data)`` finds in ``data`` the slices of each row's pictures as a list of tensors, their sizes, and where in
+# the row the slots of each slice begin and end (``image_bound``). A batch has the slices side by side, their sizes, and
+# which tokens are slots: all that is needed to make the lists. Of a batch without pictures the class would encode a
+# black one, to add nothing of it; it is told that all is encoded.
+#
+# MiniCPM-o puts features of sounds into the embeddings by a function of its own, which is replaced. Its encoder hears
+# what fills up a shorter sound, as its mask counts frames where the encoder has halved them; so it runs on the sounds
+# of rows whose longest one has as many frames, filled up as they are when a row is alone.
+#
+# B rows, T tokens, D hidden size, N slices of P x W_n pixels, W all of their widths, M sounds of F frames of C bands.
+
+
+SOUNDS = ("audio_features", "audio_frames")
+HEARD_SLOT = 3  # of ``mm_token_type_ids``
+
+
+def list_pictures(model: PreTrainedModel) -> bool:
+    """Let the model take batches like any other, if its family says so (`Family.in_lists`)."""
+    families = [family for family in families_of(model.config) if family.in_lists]
+    if not families:
+        return False
+    model.forward = MethodType(_forward_of_lists, model)
+    model.generate = MethodType(_generate_of_lists, model)
+    if any(family.audio is not None for family in families):
+        model.get_omni_embedding = MethodType(_with_sounds, model)
+    # MiniCPM-o gives its language model a function that reads caches of older versions; transformers' own does the same
+    vars(model.get_decoder()).pop("prepare_inputs_for_generation", None)
+    return True
+
+
+def _forward_of_lists(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, **inputs: Any) -> object:
+    data, rest = _lists(input_ids, inputs)
+    return type(model).forward(model, {**data, "position_ids": position_ids}, **rest)
+
+
+def _generate_of_lists(model: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """int64[B, T + new]: the class's own function wants a tokenizer, and stops where that says."""
+    data, rest = _lists(input_ids, inputs)
+    embedded_BTD, _ = model.get_vllm_embedding(data)
+    if SOUNDS[0] in data:
+        embedded_BTD = model.get_omni_embedding(data, embedded_BTD, chunk_length=model.config.audio_chunk_length)
+    new: torch.Tensor = model.llm.generate(inputs_embeds=embedded_BTD, **rest)
+    return torch.cat([input_ids, new], dim=1)
+
+
+def _with_sounds(
+    model: Any, data: Mapping[str, Any], input_embeddings: torch.Tensor, chunk_length: float = -1
+) -> torch.Tensor:
+    """[B, T, D], with features of sounds in their slots."""
+    if SOUNDS[0] not in data:
+        return input_embeddings
+    features_MCF, frames_M2 = (data[name] for name in SOUNDS)
+    heard: dict[int, torch.Tensor] = {}
+    for most in frames_M2[:, 1].unique().tolist():
+        these = (frames_M2[:, 1] == most).nonzero()[:, 0]
+        call = {SOUNDS[0]: features_MCF[these, :, :most], "audio_feature_lens": [frames_M2[these, 0]]}
+        [embedded] = type(model).get_audio_embedding(model, call, chunk_length)
+        heard |= dict(zip(these.tolist(), embedded, strict=True))
+    together_SD = torch.cat([heard[number] for number in range(len(frames_M2))]).to(input_embeddings.dtype)
+    slots_BT = data["mm_token_type_ids"] == HEARD_SLOT
+    assert int(slots_BT.sum()) == len(together_SD), "the family's row counts the slots of sounds otherwise"
+    return input_embeddings.masked_scatter(slots_BT[..., None], together_SD)
+
+
+def _lists(ids_BT: torch.Tensor, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``data``, but for positions, and the inputs that are for the language model alone."""
+    rest = {name: value for name, value in inputs.items() if value is not None}  # adapters fill in all they know
+    slots_BT, pixels_3PW, sizes_N2 = (
+        rest.pop(name, None) for name in ("mm_token_type_ids", "pixel_values", "target_sizes")
+    )
+    data: dict[str, Any] = {"input_ids": ids_BT, "mm_token_type_ids": slots_BT}
+    data |= {name: rest.pop(name) for name in SOUNDS if name in rest}
+    if pixels_3PW is None:
+        return {**data, "vision_hidden_states": [[]] * len(ids_BT)}, rest
+    edges_BT = nn.functional.pad((slots_BT == 1).long(), (1, 1)).diff(dim=1)
+    bounds = [
+        torch.stack([(edges_T == 1).nonzero()[:, 0], (edges_T == -1).nonzero()[:, 0]], dim=1) for edges_T in edges_BT
+    ]
+    counts = [len(bound) for bound in bounds]
+    slices = pixels_3PW.split((sizes_N2.prod(dim=1) * pixels_3PW.shape[1]).tolist(), dim=-1)
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    return {
+        **data,
+        "pixel_values": [list(slices[end - count : end]) for end, count in zip(ends, counts, strict=True)],
+        "tgt_sizes": list(sizes_N2.split(counts)),
+        "image_bound": bounds,
+    }, rest
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Models that look at pictures across, whose class is told which of them belong to which row (MOSS-VL).
+#
+# A picture is on one token of the text. The class takes how many pictures each row has, and a mask of those that a
+# token does not see (a token sees its own picture and those before); both follow from where the tokens are. It counts
+# positions itself: behind a picture they go on by its larger side, so those of a batch are left out. A row without
+# pictures in a batch with some sees none, and is what it is alone.
+#
+# B rows, T tokens, N pictures.
+
+
+def tell_pictures_apart(model: PreTrainedModel) -> bool:
+    """Let the model take batches like any other, if its family says so (`Family.looks_across`)."""
+    if not any(family.looks_across for family in families_of(model.config)):
+        return False
+    model.forward = MethodType(_forward_across, model)
+    return True
+
+
+def _forward_across(
+    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: object = None, **inputs: Any
+) -> object:
+    given = {name: value for name, value in inputs.items() if value is not None}  # adapters fill in all they know
+    if "pixel_values" in given:
+        slots_BT = input_ids == model.config.image_token_id
+        counts_B = slots_BT.sum(dim=1)
+        numbers_N = torch.arange(int(counts_B.max()), device=input_ids.device)
+        seen_BTN = (slots_BT.cumsum(dim=1)[..., None] > numbers_N) & attention_mask.bool()[..., None]
+        given |= {"media_nums_per_sample": counts_B.tolist(), "cross_attention_mask": ~seen_BTN[:, None]}
+    return type(model).forward(model, input_ids=input_ids, attention_mask=attention_mask, **given)
