@@ -10,7 +10,7 @@ operation that needs it, and a large one of a matrix product piece by piece.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from luthier.models.submodules import plain_model
 HALF = (torch.bfloat16, torch.float16)
 PIECE = 2**24  # numbers of a weight of a matrix product that are in float32 at once
 _PLAIN_ATTENTION = ("eager", "sdpa")  # others are kernels for 16 bits
+Args = tuple[Any, ...]
 _aten: Any = torch.ops.aten
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default)
 _CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
@@ -58,8 +59,8 @@ class Float32Arithmetic(TorchDispatchMode):
             self._noise = noise.mul_(2 * most).add_(1 - most)
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Any, types: Sequence[type], args: Args = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         """One operation of ATen."""
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in HALF:
@@ -78,7 +79,7 @@ class Float32Arithmetic(TorchDispatchMode):
             return self._in_pieces(func, args, kwargs)
         return func(*tree_map(self.taken, args), **tree_map(self.taken, kwargs))
 
-    def _in_pieces(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def _in_pieces(self, func: Callable[..., torch.Tensor], args: Args, kwargs: dict[str, object]) -> torch.Tensor:
         """A product with a matrix [K, N] of weights, some of its columns after the others."""
         *added, rows_MK, weight_KN = args
         step, pieces = max(1, PIECE // weight_KN.shape[0]), []
@@ -89,12 +90,12 @@ class Float32Arithmetic(TorchDispatchMode):
             pieces.append(func(*some, _wide(rows_MK), piece, **kwargs))
         return torch.cat(pieces, dim=1)
 
-    def taken(self, value: Any, *, rounds: bool | None = None) -> Any:
+    def taken(self, value: object, *, rounds: bool | None = None) -> object:
         """What an operation is given in the place of ``value``."""
         wide = _wide(value)
         if self._noise is None or not (_is_weight(value) if rounds is None else rounds):
             return wide
-        if not wide.is_floating_point():
+        if not isinstance(wide, torch.Tensor) or not wide.is_floating_point():
             return wide
         self._noise = self._noise.to(wide.device)
         self._used = (self._used + 7919) % 2**16
@@ -111,8 +112,8 @@ class _Convolutions(TorchFunctionMode):
         self._mode = mode
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Callable[..., object], types: object, args: Args = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         """One of torch's functions."""
         kwargs = kwargs or {}
         if func not in _CONVOLUTIONS:
@@ -120,7 +121,7 @@ class _Convolutions(TorchFunctionMode):
         return func(*tree_map(self._mode.taken, args), **tree_map(self._mode.taken, kwargs))
 
 
-def _wide(value: Any) -> Any:
+def _wide(value: object) -> object:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF else value
 
 
@@ -128,7 +129,7 @@ def _is_weight(value: object) -> bool:
     return isinstance(value, nn.Parameter) or getattr(value, "is_weight", False)
 
 
-def _are_weights(args: Sequence[Any]) -> bool:
+def _are_weights(args: Args) -> bool:
     first = args[0]
     return all(map(_is_weight, first)) if isinstance(first, list | tuple) else _is_weight(first)
 

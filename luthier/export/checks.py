@@ -244,7 +244,7 @@ def compared(
         f"{same:.1%} with the same likeliest token"
     )
     if rounding is not None:
-        told += f"; rounding its weights once more changes KL {rounding.kl:.2g} a token"
+        told += f"; rounding its weights once more costs KL {rounding.kl:.2g} a token"
     faults: list[tuple[str, str]] = []
     allowed = allowed_by(bound, rounding)
     for one in held:
