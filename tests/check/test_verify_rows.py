@@ -235,6 +235,43 @@ def test_a_system_message_that_is_printed_with_the_question_may_be_learned(
     assert [str(found) for found in RowVerifier(under_test).verify(row, sample).violations] == []
 
 
+@pytest.mark.parametrize("system", ["Be kind.", "Be kind #", "Say (a, b)."])
+def test_a_system_message_that_ends_within_a_token_may_be_learned(system: str, shared: Path) -> None:
+    """Qwen3's template prints tools behind it, and the tokenizer joins line breaks with what is before them."""
+    row = chat(message("system", system), message("user", "q"), message("assistant", "a"), tools=(WEATHER,))
+    under_test = encoder(str(shared / "tokenizers/qwen3"), **SYSTEM)
+    sample = under_test.encode(row)
+    verifier = RowVerifier(under_test)
+    assert [str(found) for found in verifier.verify(row, sample).violations] == []
+    target = sample.target.copy()
+    target[int(target.argmax()) + 1] = False  # a token within the message
+    assert Check.ANSWER_DECODES in {
+        one.check for one in verifier.verify(row, replace(sample, target=target)).violations
+    }
+    target = sample.target.copy()
+    target[target.argmax() + int((~target[target.argmax() :]).argmax()) - 1] = False  # a whole token at its end
+    assert Check.ANSWER_DECODES in {
+        one.check for one in verifier.verify(row, replace(sample, target=target)).violations
+    }
+
+
+@pytest.mark.parametrize("said", ["\nHello", "\n\nHello", " \n x"])
+def test_an_earlier_answer_that_begins_with_a_line_break_is_apart_from_its_header_in_one_rendering(
+    said: str, shared: Path
+) -> None:
+    under_test = encoder(str(shared / "tokenizers/qwen3"), **ONCE)
+    row = chat(_QUESTION, message("assistant", said), message("user", "r"), message("assistant", "\nz"))
+    row = replace(row, messages=(*row.messages, message("user", "s"), message("assistant", "so")))
+    sample, verifier = under_test.encode(row), RowVerifier(under_test)
+    verdict = verifier.verify(row, sample)
+    assert [str(found) for found in verdict.violations] == []
+    assert verdict.notes["elsewhere_answers"] == 3  # inference joins the line breaks before the last one, too
+    for place in range(1, len(sample.input_ids)):
+        other = sample.input_ids.copy()
+        other[place] += 1
+        assert verifier.verify(row, replace(sample, input_ids=other)).violations, place
+
+
 def _trains(row: Row, under_test: Encoder) -> bool:
     try:
         under_test.encode(row)

@@ -140,6 +140,7 @@ def expected_row(
     shown = RenderedCase(printer, tokenizer, neutral, whole_text)
     turns: list[ExpectedTurn] = []
     asked: list[AskedTurn] = []
+    cuts: list[Cut] = []  # of ``turns`` that stand in ``whole_text``
     for index, turn_policy in policy.turns.items():
         unfinished = row.continue_final_message and index == len(row.messages) - 1
         is_unasked = all(message.role == "system" for message in row.messages[:index])
@@ -151,7 +152,10 @@ def expected_row(
             raise
         after = partial(_asked_turn, shown, index, prompts, turn_policy, unfinished=unfinished)
         if run_policy.one_rendering and (once := cut_elsewhere(shown, index, cut, whole_text)) is not None:
-            turns.append(_turn_elsewhere(turn_policy, once, whole_text, shown))
+            turns.append(
+                _behind_answers(_turn_elsewhere(turn_policy, once, whole_text, shown), once, cuts, turns, shown)
+            )
+            cuts.append(once)
             continue
         if cut is None:
             asked.append(replace(after(), is_unasked=is_unasked))
@@ -163,7 +167,9 @@ def expected_row(
         turn = _expected_turn(turn_policy, cut, whole_text, shown)
         if is_unasked and any(check is Check.NOTHING_SUPPLIED_TRAINED for check, _ in turn.findings):
             continue  # its prompt gives no header, so it is context
-        turns.append(replace(turn, otherwise=otherwise, asked=after if prompts else None))
+        turn = replace(turn, otherwise=otherwise, asked=after if prompts else None)
+        turns.append(_behind_answers(turn, cut, cuts, turns, shown) if run_policy.one_rendering else turn)
+        cuts.append(cut)
     (text,) = neutral.readable([whole_text], tokenizer)
     return ExpectedRow(
         neutral=neutral,
@@ -223,6 +229,27 @@ def _turn_elsewhere(policy: TurnPolicy, cut: Cut, whole_text: str, shown: Render
         without = replace(_expected_turn(policy, cut, whole_text, shown), elsewhere=True)
         return turn if without.findings else without
     return turn
+
+
+def _behind_answers(
+    turn: ExpectedTurn, cut: Cut, cuts: Sequence[Cut], turns: Sequence[ExpectedTurn], shown: RenderedCase
+) -> ExpectedTurn:
+    """A turn of one rendering with its context as it is learned there: where the tokenizer would join an earlier answer
+    with its header, which the model never does, the two are apart."""
+    earlier = [
+        (before.prompt, before.prompt + before.completion, one)
+        for before, one in zip(cuts, turns, strict=True)
+        if cut.prompt.startswith(before.prompt + before.completion)
+    ]
+    if all(np.array_equal(one.whole(), one.ids) for _, _, one in earlier):
+        return turn
+    row, tokenizer, pieces, place = shown.row, shown.tokenizer, list[Ids](), 0
+    for prompt, text, one in (*earlier, (cut.prompt, cut.prompt, turn)):
+        (between,) = row.readable([prompt[place:]], tokenizer)
+        encode = tokenizer.continue_text if pieces else tokenizer.encode
+        pieces += [encode([between], forged=row.forged)[0], one.completion]
+        place = len(text)
+    return replace(turn, prompt=np.concatenate(pieces[:-1]), elsewhere=True)
 
 
 def _otherwise(shown: RenderedCase, first: Cut, policy: TurnPolicy, whole_text: str) -> Iterator[ExpectedTurn]:

@@ -13,7 +13,7 @@ from luthier.check.verify.expected import AskedTurn, ExpectedRow, ExpectedTurn
 from luthier.check.verify.findings import Check, Violation
 from luthier.check.verify.learned import Home, Mask, Runs, find_home
 from luthier.check.verify.plain_template import HuggingFace, PlainTemplate, Printer
-from luthier.check.verify.policy import LearnedText, missing_of_part, printed_forms
+from luthier.check.verify.policy import LearnedText, Spoken, missing_of_part, printed_forms
 from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer, first_difference
 from luthier.check.verify.weights import answer_weights
 from luthier.errors import RowError
@@ -161,19 +161,32 @@ def besides_faults(expected: ExpectedRow, runs: Runs, besides: Besides) -> Itera
     policy = expected.policy
     for index, (before, ids) in besides.regions.items():
         assert policy is not None, "a conversation"
-        learned = [
-            LearnedText(before="", learned=runs.tokenizer.decode(ids[before:][segment.target[before : len(ids)]]))
+        masks = [
+            segment.target[before : len(ids)]
             for segment in runs.segments
             if first_difference(ids, segment.input_ids) >= len(ids)
         ]
+        learned = [LearnedText(before="", learned=runs.tokenizer.decode(ids[before:][mask])) for mask in masks]
         for part in policy.asked[index].parts:
             missing = [missing_of_part(part, text, runs.tokenizer, loosely=True) for text in learned]
             if missing and not any(text.learned for text in learned):  # context there, for it is learned in another run
                 everywhere = (runs.tokenizer.decode(segment.input_ids[segment.target]) for segment in runs.segments)
                 texts = [LearnedText(before="", learned=text) for text in everywhere]
                 missing += [missing_of_part(part, text, runs.tokenizer, loosely=True) for text in texts]
-            if missing and all(missing):
+            shared = (_ends_within_a_token(part, ids[before:], mask, runs.tokenizer) for mask in masks)
+            if missing and all(missing) and not any(shared):
                 yield runs.fault(Check.ANSWER_DECODES, str(missing[0]), message=index)
+
+
+def _ends_within_a_token(part: Spoken, ids: Ids, target: Mask, tokenizer: ReferenceTokenizer) -> bool:
+    """Whether a text is learned but for its last characters, which share a token with what the template prints behind
+    them: that token is the template's."""
+    places = np.flatnonzero(target)
+    if not isinstance(part, Text) or not len(places) or places[-1] + 1 == len(ids):
+        return False
+    words = tokenizer.normalised(part.text).strip()
+    learned, longer = (tokenizer.decode(ids[places[0] : places[-1] + more]) for more in (1, 2))
+    return len(learned) < longer.find(words) + len(words) < len(longer)
 
 
 def _candidates(expected: ExpectedRow) -> Iterator[Ids]:
