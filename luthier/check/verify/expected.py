@@ -138,9 +138,8 @@ def expected_row(
     printer: Printer = own_template if media is None else ExpandedTemplate(own_template, media)
     whole_text = printer.render(neutral.messages, neutral.tools)
     shown = RenderedCase(printer, tokenizer, neutral, whole_text)
-    turns: list[ExpectedTurn] = []
+    turns: list[tuple[Cut, ExpectedTurn]] = []
     asked: list[AskedTurn] = []
-    cuts: list[Cut] = []  # of ``turns`` that stand in ``whole_text``
     for index, turn_policy in policy.turns.items():
         unfinished = row.continue_final_message and index == len(row.messages) - 1
         is_unasked = all(message.role == "system" for message in row.messages[:index])
@@ -152,10 +151,8 @@ def expected_row(
             raise
         after = partial(_asked_turn, shown, index, prompts, turn_policy, unfinished=unfinished)
         if run_policy.one_rendering and (once := cut_elsewhere(shown, index, cut, whole_text)) is not None:
-            turns.append(
-                _behind_answers(_turn_elsewhere(turn_policy, once, whole_text, shown), once, cuts, turns, shown)
-            )
-            cuts.append(once)
+            turn = _turn_elsewhere(turn_policy, once, whole_text, shown)
+            turns.append((once, _behind_answers(turn, once, turns, shown)))
             continue
         if cut is None:
             asked.append(replace(after(), is_unasked=is_unasked))
@@ -168,15 +165,14 @@ def expected_row(
         if is_unasked and any(check is Check.NOTHING_SUPPLIED_TRAINED for check, _ in turn.findings):
             continue  # its prompt gives no header, so it is context
         turn = replace(turn, otherwise=otherwise, asked=after if prompts else None)
-        turns.append(_behind_answers(turn, cut, cuts, turns, shown) if run_policy.one_rendering else turn)
-        cuts.append(cut)
+        turns.append((cut, _behind_answers(turn, cut, turns, shown) if run_policy.one_rendering else turn))
     (text,) = neutral.readable([whole_text], tokenizer)
     return ExpectedRow(
         neutral=neutral,
         policy=policy,
         template=printer,
         media=media,
-        turns=tuple(turns),
+        turns=tuple(turn for _, turn in turns),
         asked=tuple(asked),
         text_ids=tokenizer.encode([text], forged=neutral.forged)[0],
         method=neutral.method,
@@ -232,13 +228,13 @@ def _turn_elsewhere(policy: TurnPolicy, cut: Cut, whole_text: str, shown: Render
 
 
 def _behind_answers(
-    turn: ExpectedTurn, cut: Cut, cuts: Sequence[Cut], turns: Sequence[ExpectedTurn], shown: RenderedCase
+    turn: ExpectedTurn, cut: Cut, turns: Sequence[tuple[Cut, ExpectedTurn]], shown: RenderedCase
 ) -> ExpectedTurn:
     """A turn of one rendering with its context as it is learned there: where the tokenizer would join an earlier answer
     with its header, which the model never does, the two are apart."""
     earlier = [
         (before.prompt, before.prompt + before.completion, one)
-        for before, one in zip(cuts, turns, strict=True)
+        for before, one in turns
         if cut.prompt.startswith(before.prompt + before.completion)
     ]
     if all(np.array_equal(one.whole(), one.ids) for _, _, one in earlier):

@@ -186,7 +186,7 @@ def _ends_within_a_token(part: Spoken, ids: Ids, target: Mask, tokenizer: Refere
         return False
     words = tokenizer.normalised(part.text).strip()
     learned, longer = (tokenizer.decode(ids[places[0] : places[-1] + more]) for more in (1, 2))
-    return len(learned) < longer.find(words) + len(words) < len(longer)
+    return words in longer and len(learned) < longer.find(words) + len(words) < len(longer)
 
 
 def _candidates(expected: ExpectedRow) -> Iterator[Ids]:
