@@ -30,6 +30,7 @@ from luthier.serve.asking import (
     longest_of,
     reader_of,
     settings_of,
+    too_late,
 )
 from luthier.serve.bodies import ClientRequest, Echo, Teller
 from luthier.serve.gate import ClientGone, Counts, EventStream, Gate, as_response, read, while_there
@@ -131,10 +132,10 @@ class Api:
         if body.messages is msgspec.UNSET:
             assert not isinstance(body.prompt, msgspec.UnsetType)
             text, opened = body.prompt, body.add_special_tokens is not False
-            ids = await self._made(partial(self.served.prompts.of_text, text, opened=opened))
+            ids = await self._made(request, partial(self.served.prompts.of_text, text, opened=opened))
         else:
             assert not isinstance(body.messages, msgspec.UnsetType)
-            ids = (await self._prompt(body.messages, body.tools, body.chat_template_kwargs)).input_ids
+            ids = (await self._prompt(request, body.messages, body.tools, body.chat_template_kwargs)).input_ids
         told: JsonObject = {"count": len(ids), "max_model_len": self.served.context, "tokens": ids.tolist()}
         if body.return_token_strs:
             told["token_strs"] = [self.served.tokenizer.token(number) for number in ids.tolist()]
@@ -147,8 +148,9 @@ class Api:
         assert taker is not None, "there is no such route without it"
         wanted = WeightsName(version=body.version, digest=body.digest)
         try:
-            async with asyncio.timeout(self.limits.timeout), self._turns.changing():
-                await self._made(partial(taker.take, wanted))
+            async with asyncio.timeout(self.limits.timeout) as waiting, self._turns.changing():
+                waiting.reschedule(None)  # nobody answers while weights are changed, however long that takes
+                await self._in_thread(partial(taker.take, wanted))
         except TimeoutError:
             what = f"answers were drawn for {self.limits.timeout:g} s, and weights change between them"
             raise RefusedRequest(503, what, code="timeout", hint="serve.timeout is the limit") from None
@@ -171,10 +173,10 @@ class Api:
         for number, messages in enumerate(conversations):
             fits = partial(check_fewest, context=self.served.context)
             make = partial(self.served.prompts.of_answer, messages, body.tools, body.chat_template_kwargs, fits)
-            segment = await self._made(make)
+            segment = await self._made(request, make)
             count += len(segment.input_ids)
             check_room(len(segment.input_ids), self.served.context)
-            reward = await self._made(partial(model.reward, segment.input_ids, segment.media))
+            reward = await self._made(request, partial(model.reward, segment.input_ids, segment.media))
             data.append({"index": number, "object": "score", "score": reward})
         self.counts.tokens["prompt"] += count
         usage = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
@@ -191,7 +193,7 @@ class Api:
         if body.top_logprobs and not body.logprobs:
             raise RefusedRequest(400, "top_logprobs needs logprobs: true", code="invalid_value", param="top_logprobs")
         tools = None if body.tool_choice == "none" else body.tools
-        prompt = await self._prompt(body.messages, tools, body.chat_template_kwargs, self._fits(body))
+        prompt = await self._prompt(request, body.messages, tools, body.chat_template_kwargs, self._fits(body))
         ids = prompt.input_ids
         settings = self._settings(name, body, ids)
         question = Question(
@@ -211,7 +213,7 @@ class Api:
             kwargs=body.chat_template_kwargs,
             stop_strings=settings.stop_strings,
         )
-        readers = await self._made(lambda: tuple(read_as() for _ in range(question.num_samples)))
+        readers = await self._made(request, lambda: tuple(read_as() for _ in range(question.num_samples)))
         asked = ClientRequest(
             questions=(question,), readers=readers, model=name, is_chat=True, logprobs=bool(body.logprobs)
         )
@@ -224,7 +226,7 @@ class Api:
         if body.max_tokens == 0 and not (body.echo and not body.stream):
             hint = "with echo: true, and not as a stream, it tells the prompt alone"
             raise RefusedRequest(400, "max_tokens is 0", code="invalid_value", param="max_tokens", hint=hint)
-        prompts = await self._made(partial(self.served.prompts.of_prompts, body.prompt, self._fits(body)))
+        prompts = await self._made(request, partial(self.served.prompts.of_prompts, body.prompt, self._fits(body)))
         if (body.n or 1) * len(prompts) > self.limits.max_samples:
             what = (
                 f"{counted(len(prompts), 'prompt')} and n = {body.n or 1}: the limit is "
@@ -258,11 +260,11 @@ class Api:
             logprobs=body.logprobs is not None,
             token_ids=bool(body.return_token_ids),
             answered=body.max_tokens != 0,
-            echoes=tuple([await self._echo(name, ids, body) for ids in prompts]) if body.echo else (),
+            echoes=tuple([await self._echo(request, name, ids, body) for ids in prompts]) if body.echo else (),
         )
         return await self._answer(request, asked, body)
 
-    async def _echo(self, name: str, ids: Ids, body: CompletionBody) -> Echo:
+    async def _echo(self, request: Request, name: str, ids: Ids, body: CompletionBody) -> Echo:
         others = None
         if body.logprobs is not None and len(ids) > 1:
             most = MOST_SCORES // self.served.tokenizer.vocab_size
@@ -272,11 +274,11 @@ class Api:
                     f"{most:,} are told with echo"
                 )
                 raise RefusedRequest(400, what, code="invalid_value", param="prompt")
-            others = await self._made(partial(self._answering(name).score, ids, 1, top=body.logprobs))
+            others = await self._made(request, partial(self._answering(name).score, ids, 1, top=body.logprobs))
         return Echo(text=self.served.tokenizer.decode(ids), first=int(ids[0]), others=others)
 
     async def _answer(self, request: Request, asked: ClientRequest, body: SamplingBody) -> Response:
-        teller = self._tellers[asked.model]
+        teller, asked = self._tellers[asked.model], replace(asked, until=request.state.until)
         if body.stream:
             usage_at_end = body.stream_options is not None and body.stream_options.include_usage
             return EventStream(teller.pieces(replace(asked, usage_at_end=usage_at_end)))
@@ -299,6 +301,7 @@ class Api:
         return settings_of(body, own, self.limits, prompt=len(ids), context=context)
 
     async def _body(self, request: Request, kind: type[AnyBody]) -> AnyBody:
+        request.state.until = asyncio.get_running_loop().time() + self.limits.timeout
         raw = await read(request, most=self.limits.max_body, seconds=self.limits.timeout)
         return read_body(raw, kind)
 
@@ -307,10 +310,21 @@ class Api:
         asked = longest_of(body, self.limits)
         return partial(check_fewest, context=self.served.context, answer=1 if asked is None else asked)
 
-    async def _prompt(self, messages: Any, tools: Any, kwargs: Any, check: CheckLength = any_length) -> Sample:
-        return await self._made(partial(self.served.prompts.of_messages, messages, tools, kwargs, check))
+    async def _prompt(
+        self, request: Request, messages: Any, tools: Any, kwargs: Any, check: CheckLength = any_length
+    ) -> Sample:
+        return await self._made(request, partial(self.served.prompts.of_messages, messages, tools, kwargs, check))
 
-    async def _made(self, make: Callable[[], Made]) -> Made:
+    async def _made(self, request: Request, make: Callable[[], Made]) -> Made:
+        """What the thread makes. It waits its turn there, and is forgotten if its time is over before, or its client
+        gone."""
+        try:
+            async with asyncio.timeout_at(request.state.until):
+                return await while_there(request.receive, self._in_thread(make))
+        except TimeoutError:
+            raise too_late(self.limits.timeout, what="the prompt was not made") from None
+
+    async def _in_thread(self, make: Callable[[], Made]) -> Made:
         return await asyncio.get_running_loop().run_in_executor(self._thread, make)
 
     def _name(self, asked: str | None) -> str:

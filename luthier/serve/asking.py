@@ -121,14 +121,10 @@ class Asker:
             for key in left:
                 self.session.cancel(key)
 
-    def limit(self) -> asyncio.Timeout:
-        """The time of one request."""
-        return asyncio.timeout(self.limits.timeout)
 
-
-def too_late(seconds: float) -> RefusedRequest:
+def too_late(seconds: float, *, what: str = "the answer was not finished") -> RefusedRequest:
     """What a client is told whose answer takes too long."""
-    what = f"the answer was not finished within {seconds:g} s"
+    what = f"{what} within {seconds:g} s"
     return RefusedRequest(504, what, code="timeout", hint="ask for fewer tokens (max_tokens), or raise serve.timeout")
 
 

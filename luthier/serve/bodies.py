@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -28,6 +29,7 @@ class ClientRequest:
     echoes     of each prompt its text, and its tokens from the second on as if they had been emitted; or ``()``
     token_ids  whether answers are told as ids, too
     answered   False: nothing is emitted, only the prompts are told
+    until      when its time is over, on the loop's clock; None: never
     """
 
     questions: tuple[Request, ...]
@@ -39,6 +41,7 @@ class ClientRequest:
     usage_at_end: bool = False  # of a stream
     echoes: tuple[Echo, ...] = ()
     answered: bool = True
+    until: float | None = None
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -92,7 +95,11 @@ class Teller:
         """The answers of a request, when all are finished. Raises `RefusedRequest`."""
         told: list[list[NewTokens]] = [[] for _ in asked.readers]
         try:
-            async with self.answers.limit(), self.answers.turns.answering(), aclosing(self._told(asked)) as tokens:
+            async with (
+                asyncio.timeout_at(asked.until),
+                self.answers.turns.answering(),
+                aclosing(self._told(asked)) as tokens,
+            ):
                 weights = self.answers.taken()
                 async for number, new in tokens:
                     told[number].append(new)
@@ -112,7 +119,11 @@ class Teller:
         begun = asked.envelope(streamed=True)
         count, calls = 0, [_CallsSoFar() for _ in asked.readers]
         try:
-            async with self.answers.limit(), self.answers.turns.answering(), aclosing(self._told(asked)) as tokens:
+            async with (
+                asyncio.timeout_at(asked.until),
+                self.answers.turns.answering(),
+                aclosing(self._told(asked)) as tokens,
+            ):
                 for number in range(len(asked.readers)):
                     if asked.is_chat:
                         opening = {"role": "assistant", "content": ""}

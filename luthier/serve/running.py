@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import socket
 import time
+from asyncio import TimerHandle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from luthier.config.choices import LONGEST_SEQUENCE
 from luthier.engines.delivered import WeightsTaker
@@ -31,7 +34,7 @@ from luthier.training.assemble import RunModel
 from luthier.training.folder.run_folder import RUN_CONFIG
 
 GRACE = 10  # seconds in which answers that are under way may come to their end when the server is to stop
-KEPT_OPEN = 30  # seconds that a connection without a request is kept
+KEPT_OPEN = 30  # seconds that a connection is kept without a request, or with half of one's head
 USUAL_CONTEXT = 32_768  # tokens, where the model's config says nothing
 SHORTEST_TOKEN = 16  # characters
 BATCH_SIZE = 16  # answers that are drawn at once
@@ -114,6 +117,54 @@ def serve(
                     model.session.close()
 
 
+class _Connection(H11Protocol):
+    """A connection that is closed if for `KEPT_OPEN` seconds no request has come whole up to its body, however many
+    bytes of one have; and at once if it waits for one the longest, where all places are taken and another comes.
+
+    uvicorn itself waits without end for the rest of a request's head, and so some hundred connections from anybody,
+    without a token, would keep all others out.
+    """
+
+    _waiting: TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        super().connection_made(transport)
+        waiting = {
+            one._waiting.when(): one for one in self.connections if isinstance(one, _Connection) and one._waiting
+        }
+        if waiting and len(self.connections) >= (self.limit_concurrency or math.inf):
+            waiting[min(waiting)].give_up()
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+        elif self._waiting is None and not self.transport.is_closing():
+            self._waiting = self.loop.call_later(KEPT_OPEN, self.give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def give_up(self) -> None:
+        """Close it."""
+        self._stop_waiting()
+        self.transport.close()
+
+
 class HttpServer(uvicorn.Server):
     """Answers requests until SIGTERM or SIGINT, and for `GRACE` seconds more those that have begun.
 
@@ -123,7 +174,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, gate: Gate, on_ready: Callable[[], None]) -> None:
         config = uvicorn.Config(
             gate,
-            http="h11",
+            http=_Connection,
             ws="none",
             lifespan="off",
             log_config=None,

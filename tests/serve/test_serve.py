@@ -5,8 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from itertools import cycle
 from typing import Any
 
@@ -17,6 +20,8 @@ import pytest
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Request
+from luthier.serve import running as running_module
+from luthier.serve.histories import Histories
 from tests.conftest import HANG_SECONDS
 from tests.serve.conftest import ASK, TOKEN, Running, Scripted, running
 
@@ -286,6 +291,60 @@ def test_limits_of_time_body_context_and_queue_are_told_with_their_number(encode
         chunks = server.http.post("/v1/chat/completions", content=iter([b" " * 1500, b" " * 1500]))
         assert chunks.status_code == 413
         _until(lambda: not session.working and not server.gate.counts.active)
+
+
+def test_half_heads_keep_nobody_out_and_are_closed_after_a_while(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody needs a token to open connections, of which there are at most 68 here."""
+    monkeypatch.setattr(running_module, "KEPT_OPEN", 4)
+    with running(encoder, Scripted(lambda request: [70]), max_requests=1) as server, ExitStack() as stack:
+        address = ("127.0.0.1", httpx.URL(server.url).port or 0)
+        halves = [stack.enter_context(socket.create_connection(address, HANG_SECONDS)) for _ in range(150)]
+        for half in halves:
+            half.sendall(b"GET /health HTTP/1.1\r\nHost: loc")
+        for _ in range(3):
+            with httpx.Client(base_url=server.url, timeout=HANG_SECONDS) as another:
+                assert another.get("/health").status_code == 200
+        drip = halves[-1]
+        with suppress(OSError):  # a byte now and then does not keep it open
+            for _ in range(100):
+                drip.sendall(b"a")
+                time.sleep(0.1)
+        for half in halves:
+            with suppress(ConnectionError):
+                assert half.recv(100) == b""
+        assert server.chat().status_code == 200
+
+
+def test_the_time_of_a_request_counts_its_wait_for_a_prompt_and_who_is_gone_waits_no_more(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    free = threading.Event()
+    make = Histories.of_messages
+
+    def of_messages(self: Histories, messages: Any, *more: Any) -> Any:
+        made.append(messages[0].content)
+        assert free.wait(HANG_SECONDS)
+        return make(self, messages, *more)
+
+    monkeypatch.setattr(Histories, "of_messages", of_messages)
+    with running(encoder, Scripted(lambda request: [70]), timeout=1) as server:
+        for path, more in ((CHAT, {}), (CHAT, {"stream": True}), ("/tokenize", {})):
+            since = time.monotonic()
+            late = server.http.post(path, json={"messages": [{"role": "user", "content": "A"}], **more})
+            assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+            assert time.monotonic() - since < HANG_SECONDS / 4
+        gone = http.client.HTTPConnection("127.0.0.1", httpx.URL(server.url).port, timeout=HANG_SECONDS)
+        body = json.dumps({"messages": [{"role": "user", "content": "B"}]})
+        gone.request("POST", CHAT, body, {"Authorization": f"Bearer {TOKEN}"})
+        _until(lambda: server.gate.counts.active == 1)
+        gone.close()
+        _until(lambda: not server.gate.counts.active)
+        free.set()
+        assert server.chat(messages=[{"role": "user", "content": "C"}]).status_code == 200
+        assert made == ["A", "C"], "only the first had begun to be made"
 
 
 CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
