@@ -184,6 +184,8 @@ def _ends_within_a_token(part: Spoken, ids: Ids, target: Mask, tokenizer: Refere
     places = np.flatnonzero(target)
     if not isinstance(part, Text) or not len(places) or places[-1] + 1 == len(ids):
         return False
+    if len(places) <= places[-1] - places[0]:
+        return False  # something within it is not learned
     words = tokenizer.normalised(part.text).strip()
     learned, longer = (tokenizer.decode(ids[places[0] : places[-1] + more]) for more in (1, 2))
     return words in longer and len(learned) < longer.find(words) + len(words) < len(longer)
