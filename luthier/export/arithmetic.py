@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel
 from luthier import records
 from luthier.engines.engine import Ids
 from luthier.engines.local import LocalEngine
+from luthier.errors import first_line
 from luthier.models.quantized import is_quantized
 from luthier.models.submodules import plain_model
 
@@ -192,7 +194,8 @@ def logprobs_at(
     draw: int = 0,
 ) -> NDArray[np.float32]:
     """Log-probabilities of all tokens behind ``ids[:p]`` for each place p >= 1, float32[N, V], computed in float32;
-    ``rounded_to``: as if the weights had been rounded to it once more, by ``draw``.
+    ``rounded_to``: as if the weights had been rounded to it once more, by ``draw``. A model with kernels that take
+    16 bits alone computes as it does otherwise; `why_not_in_float32` says so.
 
     Raises `RowError` for media that are gone.
     """
@@ -203,8 +206,32 @@ def logprobs_at(
     inputs = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
     at_N = torch.tensor([place - 1 for place in places], device=device)
     keeps = "logits_to_keep" in inspect.signature(plain_model(engine.model).forward).parameters
-    with in_float32(engine.model, rounded_to, draw):
-        kept = {"logits_to_keep": at_N} if keeps else {}
-        logits_NV = engine.model(**inputs, **kept, use_cache=False).logits[0]
-        logits_NV = logits_NV if len(logits_NV) == len(at_N) else logits_NV[at_N]
+    inputs |= {"logits_to_keep": at_N} if keeps else {}
+    logits_NV = _in_float32_if_it_can(engine.model, inputs, rounded_to, draw)
+    logits_NV = logits_NV if len(logits_NV) == len(at_N) else logits_NV[at_N]
     return np.asarray(logits_NV.float().log_softmax(-1).cpu().numpy(), dtype=np.float32)
+
+
+_NARROW = WeakKeyDictionary[nn.Module, str]()  # models that could not compute in float32, and why
+
+
+def _in_float32_if_it_can(
+    model: nn.Module, inputs: Mapping[str, torch.Tensor], rounded_to: torch.dtype | None, draw: int
+) -> torch.Tensor:
+    plain = plain_model(model)
+    why = _NARROW.get(plain)
+    if why is None:
+        try:
+            with in_float32(model, rounded_to, draw):
+                logits: torch.Tensor = model(**inputs, use_cache=False).logits[0]
+            return logits
+        except Exception as error:  # noqa: BLE001 - kernels that take 16 bits alone raise what they like
+            why = first_line(error)
+    logits = model(**inputs, use_cache=False).logits[0]  # raises what is wrong in any arithmetic
+    _NARROW[plain] = why
+    return logits
+
+
+def why_not_in_float32(model: nn.Module) -> str | None:
+    """What a model raised where it was to compute in float32; None of one that does."""
+    return _NARROW.get(plain_model(model))

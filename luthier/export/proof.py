@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.engines.local import LocalEngine, base_of
 from luthier.errors import RowError, first_line
 from luthier.export import taken_down
-from luthier.export.arithmetic import logprobs_at
+from luthier.export.arithmetic import logprobs_at, why_not_in_float32
 from luthier.export.checks import (
     CAST,
     Bound,
@@ -341,6 +342,10 @@ def _behaviour(
     if measured is not None and measured.probes:
         merged = _merged(base_of(engine.model), measured.probes)
         results = [merged, _differs(held, merged, allowed_by(parity.bound, rounding)), *results]
+    if (why := why_not_in_float32(engine.model)) is not None:
+        answered = [
+            replace(one, told=f"{one.told}; computed in {parity.dtype}, as float32 fails: {why}") for one in answered
+        ]
     return [*results, *answered], rounding
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 import luthier
 from luthier import ExportCheck, Exported, ExportOptions
@@ -121,6 +122,21 @@ def test_a_kernel_that_takes_16_bits_gives_way_to_attention_by_torch() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- whole exports
+
+
+def test_a_model_with_a_kernel_for_16_bits_is_compared_in_these_and_the_report_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_16_bits(layer: Qwen2MLP, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        assert hidden_BTD.dtype is IN_16_BITS, "this kernel takes bfloat16"
+        return forward(layer, hidden_BTD)
+
+    forward = Qwen2MLP.forward
+    monkeypatch.setattr(Qwen2MLP, "forward", of_16_bits)
+    done = exported(Qwen2Config(**{name: value for name, value in SIZES.items() if name != "head_dim"}), tmp_path)
+    assert done.ok and done.proof is not None
+    told = {result.check: result.told for result in done.proof.results}
+    assert "computed in bfloat16, as float32 fails: this kernel takes bfloat16" in told[ExportCheck.LOGPROBS]
 
 
 def exported(config: Any, tmp_path: Path) -> Exported:
