@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, AutoTokenizer
+from transformers import PretrainedConfig
 
 from luthier import __version__
 from luthier.check.golden import PARITY_FILE, PARITY_VERSION, Parity, file_faults, read_parity, write_parity
@@ -38,7 +38,7 @@ from luthier.export.quantizing import (
 from luthier.models.adapter_files import give_back_freed, leave_files, leaving_files, merge_adapter
 from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
 from luthier.prediction.trained_run import TrainedRun, open_run
-from luthier.training.folder.artifacts import save_model
+from luthier.training.folder.artifacts import plain_tokenizer, save_model
 from luthier.training.folder.checkpoint import BROKEN, put_back, replacing
 from luthier.training.folder.run_folder import MERGED_FOLDER, MODEL_FOLDER
 from luthier.training.folder.staging import FILES, reported
@@ -180,8 +180,8 @@ def prove_merged(run: Path) -> str:
     except UserError as error:  # of reward models, and of decoders beside an encoder
         return f"{MERGED_FOLDER}/ is not proven: {error.message}"
     measured = taken_down.measure(opened, engine, None)
-    said = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    parity = _parity(opened, engine, _name_of(said.dtype), measured)
+    said, _ = PretrainedConfig.get_config_dict(str(folder))  # its class may come with its files
+    parity = _parity(opened, engine, str(said["dtype"]), measured)
     del engine
     give_back_freed(cycles=True)
     proof = prove(folder, parity, measured=measured, like=opened.config)
@@ -285,9 +285,10 @@ def _converted(
     export.tell("converting, and having llama.cpp load it" if proves else "converting")
     model, told = export.place / f"{export.folder.name}-{section.outtype}.gguf", list[str]()
     name = gguf.convert(export.whole, model, section, converter)
-    tokenizer = AutoTokenizer.from_pretrained(str(export.whole), local_files_only=True)
+    tokenizer = plain_tokenizer(export.whole)
     if section.modelfile:
-        family = AutoConfig.from_pretrained(str(export.whole), local_files_only=True).model_type
+        said, _ = PretrainedConfig.get_config_dict(str(export.whole))
+        family = str(said["model_type"])
         text, told = gguf.modelfile(model, parity, tokenizer, export.run.config.data.max_length, family)
         (export.place / gguf.MODELFILE).write_text(text, encoding="utf-8")
     if name is not None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from luthier.check.golden import GoldenContext, GoldenPictures, Parity, Rounding, file_faults, first_difference
 from luthier.config.schema import RunConfig
@@ -40,7 +40,7 @@ from luthier.export.checks import (
 )
 from luthier.prediction.trained_run import TrainedRun
 from luthier.records import MediaItem
-from luthier.training.folder.artifacts import TEMPLATE_FILE, TEMPLATE_HOLDERS, TEMPLATE_KEY
+from luthier.training.folder.artifacts import TEMPLATE_FILE, TEMPLATE_HOLDERS, TEMPLATE_KEY, plain_tokenizer
 from luthier.writing import JsonObject, counted
 
 MAX_SLOPE_ERROR = 0.1  # standard error of what is told of a module, above which nothing is told
@@ -134,7 +134,7 @@ def _other_templates(folder: Path) -> Iterator[tuple[str, str]]:
 def _template_read(folder: Path) -> str | None:
     """The chat template that transformers finds; of several, what they are."""
     try:
-        found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True).chat_template
+        found = plain_tokenizer(folder).chat_template
     except Exception:  # noqa: BLE001 - the check of tokens says why
         return None
     return found if found is None or isinstance(found, str) else json.dumps(found)
@@ -157,7 +157,7 @@ def _stops(folder: Path, parity: Parity) -> ExportResult:
 def _special_ids(folder: Path, parity: Parity) -> ExportResult:
     faults = []
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer: Any = plain_tokenizer(folder)
         named = {**tokenizer.special_tokens_map}
         found = {name: tokenizer.convert_tokens_to_ids(str(text)) for name, text in named.items()}
         for name, number in parity.special_ids.items():
@@ -226,7 +226,7 @@ def _tokens(folder: Path, parity: Parity, run: TrainedRun, measured: taken_down.
 
 def _prompt_faults(folder: Path, parity: Parity) -> Iterator[tuple[str, str]]:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = plain_tokenizer(folder)
     except Exception as error:  # noqa: BLE001 - transformers raises what it likes
         yield "tokenizer", f"transformers cannot load it: {first_line(error)}"
         return

@@ -306,10 +306,10 @@ def _model_config(section: ModelConfig, source: str, *, as_it_is: bool = False) 
     try:
         found = AutoConfig.from_pretrained(source, **_hub_arguments(section, source))
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"model.name_or_path {section.name_or_path!r}: {first_line(error)}",
-            hint="name a folder with config.json, a Hub id, or preset:NAME",
-        ) from error
+        hint = "name a folder with config.json, a Hub id, or preset:NAME"
+        if "trust_remote_code" in str(error):
+            hint = "read that code, and set model.trust_remote_code: true if you trust it"
+        raise ModelError(f"model.name_or_path {section.name_or_path!r}: {first_line(error)}", hint=hint) from error
     if not (as_it_is and stored_method(found) == "compressed-tensors"):
         ask_for_trainable(found)
     if not section.config_overrides:

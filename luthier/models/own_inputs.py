@@ -77,8 +77,12 @@ def list_pictures(model: PreTrainedModel) -> bool:
     return True
 
 
-def _forward_of_lists(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, **inputs: Any) -> object:
+def _forward_of_lists(
+    model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **inputs: Any
+) -> object:
     data, rest = _lists(input_ids, inputs)
+    if position_ids is None:  # which the class does not count
+        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     return type(model).forward(model, {**data, "position_ids": position_ids}, **rest)
 
 

@@ -17,9 +17,10 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ModelError
 from luthier.models.buffers import restore_buffers
+from luthier.models.model import check_choices
 from luthier.preparation.prepare import prepare
 from luthier.training.fit import fit
-from luthier.training.folder.artifacts import save_tokenizer
+from luthier.training.folder.artifacts import plain_tokenizer, save_tokenizer
 from tests.media.tiny_processors import tiny_tokenizer
 from tests.training.tiny_minicpmv import CHAT
 
@@ -138,3 +139,24 @@ def test_code_that_settings_name_goes_along_with_them(folder: Path, tmp_path: Pa
     (folder / "stray.py").write_text("")
     save_tokenizer(luthier.load_tokenizer(folder), tmp_path / "saved")
     assert {path.name for path in (tmp_path / "saved").glob("*.py")} == {"its_tokens.py", "its_letters.py"}
+
+
+def test_a_tokenizer_whose_class_is_code_is_read_without_it(folder: Path) -> None:
+    own = hf.AutoTokenizer.from_pretrained(folder)
+    settings = folder / "tokenizer_config.json"
+    named = {"tokenizer_class": "ItsTokens", "auto_map": {"AutoTokenizer": ["its_tokens.ItsTokens", None]}}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **named}))
+    (folder / "its_tokens.py").write_text("raise RuntimeError('it is run')\n")
+    read = plain_tokenizer(folder)
+    assert read.encode("one <|im_end|>") == own.encode("one <|im_end|>")
+    assert read.chat_template == own.chat_template and read.eos_token == own.eos_token
+
+
+def test_code_that_is_not_trusted_is_told_with_the_key_that_trusts_it(tmp_path: Path) -> None:
+    said = {"model_type": "in_its_files", "auto_map": {"AutoConfig": "its_config.Its"}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    (tmp_path / "its_config.py").write_text("raise RuntimeError('it is run')\n")
+    config = RunConfig.model_validate({"model": {"name_or_path": str(tmp_path)}, "data": {}, "output": {"dir": "out"}})
+    with pytest.raises(ModelError) as caught:
+        check_choices(config)
+    assert caught.value.hint is not None and "model.trust_remote_code" in caught.value.hint

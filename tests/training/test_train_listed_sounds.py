@@ -17,6 +17,7 @@ from luthier.config.choices import ModelPart
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
+from luthier.export.model_folder import ExportOptions, export_run
 from luthier.media.families import rules
 from luthier.media.families.family import Settings
 from luthier.media.processors.expansion import spoken
@@ -203,6 +204,17 @@ def test_answers_are_the_language_model_s_greedy_ones(folder: Path, tmp_path: Pa
         embedded = model.get_omni_embedding(inputs, embedded, chunk_length=1.0)
         ids = model.llm.generate(inputs_embeds=embedded, do_sample=False, max_new_tokens=6)[0]
         assert answer == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_an_adapter_is_merged_and_proven_as_a_folder_that_others_load(folder: Path, tmp_path: Path) -> None:
+    trained(config_of(folder, tmp_path, GIVEN, adapter__type="lora", adapter__train_parts=list(ModelPart)))
+    done = export_run(tmp_path / "out", ExportOptions(to=tmp_path / "exported"))
+    assert done.proof is not None
+    assert [result for result in done.proof.results if not result.ok] == []
+    inputs = own_inputs(folder, "1a", "1a")
+    with torch.no_grad():
+        logits = MiniCPMO.from_pretrained(tmp_path / "exported").eval()(inputs).logits
+    assert logits.isfinite().all()
 
 
 def test_verify_renders_and_expands_each_row_again(folder: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from luthier.config.objective import LOSSES, OBJECTIVES
@@ -48,11 +48,13 @@ def save_model(
     if isinstance(model, PeftModel):
         save_adapter(model, folder, initial=initial, weights=weights)
         plain = model.get_base_model()
-        if plain.can_generate():
-            plain.generation_config.save_pretrained(str(folder))
     else:
         sized = {} if max_shard_gb is None else {"max_shard_size": int(max_shard_gb * 10**9)}
         model.save_pretrained(str(folder), state_dict=weights, **sized)
+        plain = model
+    # of a class with a generate of its own, too, whose settings transformers leaves out; reward models have none
+    if (settings := vars(plain).get("generation_config")) is not None:
+        settings.save_pretrained(str(folder))
     save_tokenizer(tokenizer, folder)
     if processor is not None:
         for name in PROCESSOR_FILES:
@@ -112,7 +114,7 @@ def transformers_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
 
     Raises `TokenizerError` if transformers gave an added token another id than the run trained with.
     """
-    theirs = AutoTokenizer.from_pretrained(str(tokenizer.files.folder))
+    theirs = plain_tokenizer(tokenizer.files.folder)
     theirs.add_tokens(list(tokenizer.added.ordinary))
     theirs.add_tokens(list(tokenizer.added.special), special_tokens=True)
     for token in [*tokenizer.added.ordinary, *tokenizer.added.special]:
@@ -123,6 +125,16 @@ def transformers_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
                 f"in this run that id is {tokenizer.token(number)!r}"
             )
     return theirs
+
+
+def plain_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder as transformers has it. One whose class comes with its files is loaded as the plain
+    class for the same tokens: no code of theirs is run."""
+    settings = folder / "tokenizer_config.json"
+    has_code = settings.is_file() and "auto_map" in json.loads(settings.read_text(encoding="utf-8"))
+    kind = PreTrainedTokenizerFast if has_code else AutoTokenizer
+    loaded: PreTrainedTokenizerBase = kind.from_pretrained(str(folder), local_files_only=True)
+    return loaded
 
 
 def model_card(result: RunResult, config: RunConfig) -> str:
