@@ -111,7 +111,8 @@ class Dialogue:
         message = whole.message
         calls = (replace(p, id=p.id or f"call{n:05d}") if isinstance(p, ToolCall) else p
                  for n, p in enumerate(message.parts, len(self.messages) * 100))  # fmt: skip
-        message = replace(message, parts=tuple(calls))
+        # one that the model has not ended is no example of an answer: learned, it would end in mid-sentence
+        message = replace(message, parts=tuple(calls), train=None if finish in (Finish.STOP, Finish.STRING) else False)
         if whole:
             self.messages.append(message)
         return DialogueAnswer(

@@ -34,6 +34,7 @@ class Scripted(TrainedRun):
 
     replies: ClassVar[list[Sequence[int]]] = []
     asked: ClassVar[list[Request]] = []
+    last: ClassVar[Finish] = Finish.STOP
 
     def engine(self, batch_size: int) -> Scripted:  # type: ignore[override]
         return self
@@ -57,7 +58,7 @@ class Scripted(TrainedRun):
                     logprobs=np.zeros(1, dtype=np.float32),
                     top_ids=none,
                     top_logprobs=none.astype(np.float32),
-                    finish=Finish.STOP if place == len(reply) else None,
+                    finish=self.last if place == len(reply) else None,
                 )
             )
 
@@ -241,6 +242,40 @@ def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(scripted: Scripted, says
     answer = talk.answer(show)
     assert answer.finish is None and answer.message.text == "".join(shown) != "One two three four"
     assert talk.messages[-1] == answer.message
+
+
+@pytest.mark.parametrize("finish", [Finish.STOP, Finish.STRING, Finish.LENGTH, None])
+def test_a_saved_answer_that_the_model_has_not_ended_is_not_learned(
+    scripted: Scripted, says: Say, tmp_path: Path, finish: Finish | None
+) -> None:
+    """Else a model would learn to end in mid-sentence. What is asked next is the same for all that."""
+    scripted.replies.extend([says(Text(text="One two three")), says(Text(text="Yes."))])
+    scripted.asked.clear()
+
+    def stop(delta: luthier.ReplyDelta) -> None:
+        if finish is None:
+            raise KeyboardInterrupt
+
+    talk = Dialogue(run=scripted)
+    talk.messages.append(Message(role="user", parts=(Text(text="Count."),)))
+    Scripted.last = finish or Finish.STOP
+    first = talk.answer(stop)
+    talk.messages.append(Message(role="user", parts=(Text(text="So?"),)))
+    Scripted.last = Finish.STOP
+    talk.answer(lambda delta: None)
+    talk.save(tmp_path / "talk.jsonl")
+    row = json.loads((tmp_path / "talk.jsonl").read_text())
+    is_ended = finish in (Finish.STOP, Finish.STRING)
+    assert [message.get("train") for message in row["messages"]] == [None, None if is_ended else False, None, None]
+    sample = luthier.encode(row, scripted.encoder.tokenizer)
+    text = scripted.encoder.tokenizer.decode(sample.input_ids[sample.target])
+    assert "Yes." in text and ("One" in text) == is_ended
+    plain = [{"role": one["role"], "content": one["content"]} for one in row["messages"][:3]]
+    assert (
+        scripted.asked[-1].prompt.tolist()
+        == luthier.encode_prompt(plain, scripted.encoder.tokenizer).input_ids.tolist()
+    )
+    assert first.message.text
 
 
 def test_the_thinking_switch_is_the_templates_own(opened: TrainedRun) -> None:

@@ -247,7 +247,9 @@ MEDIA: Mapping[str, type[Image] | type[Audio] | type[Video]] = {"image": Image, 
 
 def as_row(conversation: Conversation) -> dict[str, object]:
     """A conversation as a row of a data set in OpenAI's form."""
-    row: dict[str, object] = {"messages": [message_row(message) for message in conversation.messages]}
+    unlearned = {"train": False}
+    messages = [message_row(one) | (unlearned if one.train is False else {}) for one in conversation.messages]
+    row: dict[str, object] = {"messages": messages}
     return row | ({"tools": [dict(tool) for tool in conversation.tools]} if conversation.tools else {})
 
 
