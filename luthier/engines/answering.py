@@ -20,11 +20,22 @@ from luthier.collation import MediaInputs
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Ids, NewTokens, Refusal, Request
 from luthier.engines.joined import JoinedCache, read_prompts
-from luthier.engines.next_tokens import Alone, BatchRow, Choosing, Follower, Stopping, advance, has_stop_string
+from luthier.engines.next_tokens import (
+    USUAL_ROUNDING,
+    Alone,
+    BatchRow,
+    Choosing,
+    Follower,
+    Stopping,
+    advance,
+    has_stop_string,
+)
 from luthier.errors import ModelError, RowError
 from luthier.models.submodules import plain_model
 from luthier.writing import counted
 
+MANY_TIMES = 4  # the rounding that is seen on a trial of few tokens, in which the largest of all does not come
+_TRIAL_PROMPTS, _TRIAL_TOKENS = (5, 40), 6
 _MOST_PROMPT_TOKENS = 16_384  # that are read at once, padding included
 
 
@@ -78,7 +89,28 @@ class Answerer:
         narrow = torch.backends.cuda.matmul.allow_tf32 and next(model.parameters()).is_cuda
         if self.media is not None or narrow or model.dtype not in (torch.float32, torch.float64):
             return None
-        return self._scores_alone
+        seen = 0.0 if self.joins else self._rounding_seen()
+        return Alone(scores=self._scores_alone, rounding=max(USUAL_ROUNDING, MANY_TIMES * seen))
+
+    def _rounding_seen(self) -> float:
+        """The largest difference between scores of a batch, token by token, and of its rows alone: on a trial. Models
+        that keep other states than keys and values may have a hundred times the usual one."""
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(0, self.tokenizer.vocab_size, length).astype(np.int32) for length in _TRIAL_PROMPTS]
+        inputs, width = self.inputs(prompts, [{}] * len(prompts))
+        pad = self.tokenizer.pad_token_id
+        how = GenerationConfig(do_sample=False, max_new_tokens=_TRIAL_TOKENS, pad_token_id=pad, use_cache=True)
+        seen = _Seeing()
+        new_BT = self.model.generate(**inputs, generation_config=how, logits_processor=[seen])[:, width:].cpu().numpy()
+        most = 0.0
+        for number, prompt in enumerate(prompts):
+            ids = np.concatenate([prompt, new_BT[number]]).astype(np.int32)
+            alone_TV = (
+                self.model(**self.inputs([ids], [{}])[0], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+            )
+            for scores_BV, alone_V in zip(seen.scores, alone_TV, strict=False):
+                most = max(most, float((scores_BV[number] - alone_V).abs().max()))
+        return most
 
     def _scores_alone(self, row: BatchRow) -> torch.Tensor:
         ids = np.concatenate([row.request.prompt, np.array(row.ids, np.int32)])
@@ -102,6 +134,17 @@ class Answerer:
             top_ids=tops.indices.cpu().numpy().astype(np.int32),
             top_logprobs=tops.values.cpu().numpy().astype(np.float32),
         )
+
+
+class _Seeing:
+    """A logits processor that keeps what it is given: ``scores``, [B, V] at each step."""
+
+    def __init__(self) -> None:
+        self.scores: list[torch.Tensor] = []
+
+    def __call__(self, ids_BT: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
+        self.scores.append(scores_BV.float())
+        return scores_BV
 
 
 @dataclass(kw_only=True, eq=False)

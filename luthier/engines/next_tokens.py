@@ -27,14 +27,22 @@ from luthier.engines.engine import Completion, Finish, NewTokens, OnTokens, Refu
 from luthier.errors import ModelError
 
 Likeliest = tuple[list[int], list[float]]
-Alone = Callable[["BatchRow"], torch.Tensor]  # the scores, [V], of a plain forward pass of a row
 
 logger = logging.getLogger(__name__)
 
 _TO_NEXT_PLACE = 2**192 - 1  # of the counter, whose lowest word was raised by the number drawn
 _FEW = (256, 4096)  # tokens of which most answers' next one is; sorting them is cheap
-_MOST_ROUNDING = 2.0**-15  # of a score in float32, in any batch
+USUAL_ROUNDING = 2.0**-15  # of a score in float32, in any batch
 _MOST_READ_AGAIN = 0.25  # tokens for each token that is drawn, on average: what deciding close draws may cost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Alone:
+    """What decides close draws. ``scores``, [V], are those of a plain forward pass of a row; those of any batch are
+    within ``rounding`` of them."""
+
+    scores: Callable[[BatchRow], torch.Tensor]
+    rounding: float
 
 
 class Follower:
@@ -168,7 +176,7 @@ def advance(
 ) -> list[int]:
     """Give each row that has not ended its next token. Returns the tokens, those of rows that have ended being 0.
 
-    ``scores_BV`` are what the model says of the next token, and ``alone`` what it says where a draw is close. Rows of
+    ``scores_BV`` are what the model says of the next token, and ``alone`` is asked where a draw is close. Rows of
     one group are filtered together. Raises `ModelError` for scores that are no numbers.
     """
     live = [number for number, row in enumerate(rows) if not row.ended]
@@ -178,9 +186,9 @@ def advance(
     drawn = [rows[number] for number in live]
     scores_BV = scores_BV[live].float() if len(live) < len(rows) else scores_BV.float()
     heated_BV, sums_B = _heated(drawn, scores_BV)
-    chosen_B, close = _choose(drawn, scores_BV, rounding=0.0 if alone is None else _MOST_ROUNDING)
+    chosen_B, close = _choose(drawn, scores_BV, rounding=0.0 if alone is None else alone.rounding)
     if alone is not None and close:
-        again_CV = torch.stack([alone(drawn[number]) for number in close]).float()
+        again_CV = torch.stack([alone.scores(drawn[number]) for number in close]).float()
         scores_BV = scores_BV.index_copy(0, torch.tensor(close, device=scores_BV.device), again_CV)
         heated_BV, sums_B = _heated(drawn, scores_BV)
         chosen_B[close] = _choose([drawn[number] for number in close], again_CV)[0]

@@ -14,8 +14,10 @@ import transformers
 from test_local_engine import NEW, SAMPLED, TOKENIZER, Followed, answers, ids_of, requests
 from transformers import AutoModelForCausalLM
 
+from luthier.engines.answering import Answerer
 from luthier.engines.joined import JoinedCache, read_prompts, rows_can_join
 from luthier.engines.local import LocalEngine
+from luthier.engines.next_tokens import USUAL_ROUNDING
 from tests.conftest import HANG_SECONDS
 
 SIZES = {
@@ -74,6 +76,29 @@ def test_answers_in_company_are_those_of_generate_alone(family: str) -> None:
     assert ids_of(answers(model, drawn, 3)) == {
         key: ids for request in drawn for key, ids in ids_of(answers(model, [request], 1)).items()
     }
+
+
+def test_answers_are_the_same_where_batches_are_rounded_more_than_usual(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in recurrent models, whose state sums rounding up. How much it is in a model is seen on a trial."""
+    own = model.lm_head.forward
+
+    def rounded(hidden: torch.Tensor) -> torch.Tensor:
+        scores = own(hidden)
+        return scores + 5e-4 * torch.sin(7.0 * torch.arange(scores.shape[-1]) * len(scores)) * (len(scores) > 1)
+
+    monkeypatch.setattr("luthier.engines.local.rows_can_join", lambda *_: False)
+    with torch.no_grad():
+        plain = LocalEngine(model, TOKENIZER)._answerer.alone
+        assert plain is not None and USUAL_ROUNDING <= plain.rounding < 2 * USUAL_ROUNDING
+    monkeypatch.setattr(model.lm_head, "forward", rounded)
+    asked = requests(300)
+    alone = {key: ids for one in asked for key, ids in ids_of(answers(model, [one], 1)).items()}
+    assert ids_of(answers(model, asked, 16)) == alone
+    with monkeypatch.context() as patch:  # that this can fail
+        patch.setattr(Answerer, "_rounding_seen", lambda self: 0.0)
+        assert ids_of(answers(model, asked, 16)) != alone
 
 
 def test_rows_do_not_join_where_the_trial_shows_another_answer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
