@@ -247,13 +247,25 @@ def _chosen(rows: Sequence[BatchRow], scores_GV: torch.Tensor, rounding: float) 
         best_G, tokens_G = scores_GV.max(-1)
         return tokens_G, (scores_GV >= best_G[:, None] - 2 * rounding).sum(-1) > 1
     draws_G = torch.tensor([row.draw(len(row.ids)) for row in rows], dtype=torch.float64, device=device)
-    if told.temperature not in (None, 1.0):
-        scores_GV, rounding = scores_GV / told.temperature, rounding / told.temperature
+    heat = 1.0 if told.temperature is None else told.temperature
+    usual = min(rounding, USUAL_ROUNDING * max(penalty, 1 / penalty)) / heat
+    return _sampled(rows, scores_GV if heat == 1 else scores_GV / heat, draws_G, rounding / heat, usual)
+
+
+def _sampled(
+    rows: Sequence[BatchRow], scores_GV: torch.Tensor, draws_G: torch.Tensor, rounding: float, usual: float = math.inf
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of rows that are drawn, by scores that are divided by the temperature."""
+    told = rows[0].settings
     found = candidates(told, scores_GV, rounding)
     tokens_G, close_G = tokens_at(found, draws_G)
+    costly = []
     for number in close_G.nonzero()[:, 0].tolist():
         read = len(rows[number].request.prompt) + len(rows[number].ids)
         close_G[number] = _share_close(found.likely[number], found.ratio) * read <= _MOST_READ_AGAIN
+        costly += [] if close_G[number] else [number]
+    if costly and rounding > usual:  # of too many that may be close, those that are by what is usual
+        _, close_G[costly] = _sampled([rows[number] for number in costly], scores_GV[costly], draws_G[costly], usual)
     return tokens_G, close_G
 
 

@@ -180,6 +180,23 @@ def test_what_may_be_drawn_is_what_passes_transformers_rules(monkeypatch: pytest
     assert sorted_few >= 20
 
 
+def test_of_too_many_close_draws_those_are_decided_alone_that_usual_rounding_could_change() -> None:
+    """At a rounding of 0.1 a draw among 50 tokens is nearly always close."""
+    asked = [
+        Request(prompt=np.arange(5, dtype=np.int32), settings=GenerateConfig(do_sample=True), key=n) for n in range(9)
+    ]
+    row = next(row for one in asked if 0.3 < (row := BatchRow(request=one, sample=0, features={})).draw(0) < 0.7)
+
+    def scores(first: float) -> torch.Tensor:
+        """Of 50 tokens, the first 25 of which have this probability together."""
+        return torch.tensor([[first / 25] * 25 + [(1 - first) / 25] * 25], dtype=torch.float64).log()
+
+    scores_1V, away_1V = scores(row.draw(0)), scores(row.draw(0) * 25 / 24.5)  # at the bounds of a token, in its middle
+    assert next_tokens._choose([row], scores_1V, rounding=0.1)[1] == [0]
+    assert next_tokens._choose([row], away_1V, rounding=0.1)[1] == []
+    assert next_tokens._choose([row], scores_1V, rounding=2.0**-15)[1] == [0]
+
+
 @pytest.mark.parametrize("scale", [1.0, 6.0])
 def test_scores_that_differ_by_rounding_take_the_same_token_where_a_draw_is_not_close(
     monkeypatch: pytest.MonkeyPatch, scale: float
