@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _TO_NEXT_PLACE = 2**192 - 1  # of the counter, whose lowest word was raised by the number drawn
 _FEW = (256, 4096)  # tokens of which most answers' next one is; sorting them is cheap
 USUAL_ROUNDING = 2.0**-15  # of a score in float32, in any batch
+_LEAST_ROUNDING = 2.0**-20  # most scores are rounded by less
 _MOST_READ_AGAIN = 0.25  # tokens for each token that is drawn, on average: what deciding close draws may cost
 
 
@@ -248,12 +249,11 @@ def _chosen(rows: Sequence[BatchRow], scores_GV: torch.Tensor, rounding: float) 
         return tokens_G, (scores_GV >= best_G[:, None] - 2 * rounding).sum(-1) > 1
     draws_G = torch.tensor([row.draw(len(row.ids)) for row in rows], dtype=torch.float64, device=device)
     heat = 1.0 if told.temperature is None else told.temperature
-    usual = min(rounding, USUAL_ROUNDING * max(penalty, 1 / penalty)) / heat
-    return _sampled(rows, scores_GV if heat == 1 else scores_GV / heat, draws_G, rounding / heat, usual)
+    return _sampled(rows, scores_GV if heat == 1 else scores_GV / heat, draws_G, rounding / heat)
 
 
 def _sampled(
-    rows: Sequence[BatchRow], scores_GV: torch.Tensor, draws_G: torch.Tensor, rounding: float, usual: float = math.inf
+    rows: Sequence[BatchRow], scores_GV: torch.Tensor, draws_G: torch.Tensor, rounding: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same of rows that are drawn, by scores that are divided by the temperature."""
     told = rows[0].settings
@@ -264,8 +264,9 @@ def _sampled(
         read = len(rows[number].request.prompt) + len(rows[number].ids)
         close_G[number] = _share_close(found.likely[number], found.ratio) * read <= _MOST_READ_AGAIN
         costly += [] if close_G[number] else [number]
-    if costly and rounding > usual:  # of too many that may be close, those that are by what is usual
-        _, close_G[costly] = _sampled([rows[number] for number in costly], scores_GV[costly], draws_G[costly], usual)
+    if costly and rounding > _LEAST_ROUNDING:  # of too many that may be close, those that most likely are
+        less = rounding / 16
+        _, close_G[costly] = _sampled([rows[number] for number in costly], scores_GV[costly], draws_G[costly], less)
     return tokens_G, close_G
 
 

@@ -180,7 +180,7 @@ def test_what_may_be_drawn_is_what_passes_transformers_rules(monkeypatch: pytest
     assert sorted_few >= 20
 
 
-def test_of_too_many_close_draws_those_are_decided_alone_that_usual_rounding_could_change() -> None:
+def test_of_too_many_close_draws_those_are_decided_alone_that_less_rounding_could_change() -> None:
     """At a rounding of 0.1 a draw among 50 tokens is nearly always close."""
     asked = [
         Request(prompt=np.arange(5, dtype=np.int32), settings=GenerateConfig(do_sample=True), key=n) for n in range(9)
