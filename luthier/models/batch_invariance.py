@@ -23,6 +23,9 @@ from luthier.media.feature_files import ENCODER_OUTPUTS
 from luthier.models import own_inputs
 from luthier.models.submodules import families_of
 
+Arguments = tuple[Any, ...]  # of a module's forward, by place
+Inputs = dict[str, Any]  # the same by name
+
 
 def hook(model: PreTrainedModel) -> None:
     """All that a model of its family needs; of most families nothing."""
@@ -73,11 +76,11 @@ class _Calls:
     def __init__(self, rule: OwnFrames) -> None:
         self.rule = rule
         # sounds of one length: their numbers, and the call for them
-        self.groups: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        self.groups: list[tuple[torch.Tensor, Inputs]] = []
         self.num_sounds = 0
 
     def begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: Arguments, kwargs: Inputs
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """Let the call be for the sounds of the first length alone."""
         self.groups = []
@@ -165,7 +168,7 @@ class _Rows:
         self.shown_BN: torch.Tensor | None = None
         self.are_filled = self.are_blind = False  # whether there are fillings; rows without pictures
 
-    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def note(self, module: nn.Module, args: Arguments, kwargs: Inputs) -> None:
         """Which pictures are there: those that a token of the row looks at."""
         mask_BTNt = kwargs.get(MASK)
         self.shown_BN = None if mask_BTNt is None else mask_BTNt.bool().any(dim=3).any(dim=1)
@@ -173,7 +176,7 @@ class _Rows:
         self.are_blind = self.shown_BN is not None and not bool(self.shown_BN.any(dim=1).all())
 
     def hide_filling(
-        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[object, ...], kwargs: Inputs
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """Pictures that are not there are masked for tokens that would see everything."""
         mask_B1TK = kwargs.get("attention_mask")
@@ -184,7 +187,7 @@ class _Rows:
         hidden = mask_B1TK.masked_fill(filling_BK[:, None, None, :], torch.finfo(mask_B1TK.dtype).min)
         return args, {**kwargs, "attention_mask": hidden}
 
-    def skip(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> object:
+    def skip(self, module: nn.Module, args: Arguments, kwargs: Inputs, output: Any) -> object:
         """Rows without pictures pass the layer unchanged."""
         if self.shown_BN is None or not self.are_blind:
             return None
@@ -225,9 +228,7 @@ class _Merging:
         self.tower: Any = tower
         self.projector = projector
 
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def __call__(self, module: nn.Module, args: Arguments, kwargs: Inputs) -> tuple[Arguments, Inputs] | None:
         if kwargs.get(PIXELS) is None:
             return None
         features = self._features(kwargs[PIXELS], kwargs[GRIDS])
@@ -279,9 +280,7 @@ class _Joining:
     def __init__(self, rule: SharedSlots) -> None:
         self.rule = rule
 
-    def __call__(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def __call__(self, module: Any, args: Arguments, kwargs: Inputs) -> tuple[Arguments, Inputs] | None:
         rule = self.rule
         if kwargs.get(rule.pictures[0]) is None or kwargs.get(rule.videos[0]) is None:
             return None
@@ -294,7 +293,7 @@ class _Joining:
         rest = {name: v for name, v in kwargs.items() if name not in (rule.pictures[0], rule.videos[0])}
         return args, {**rest, "mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=(joined_SH,))}}
 
-    def _frames(self, module: nn.Module, ids_BT: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    def _frames(self, module: nn.Module, ids_BT: torch.Tensor, kwargs: Inputs) -> torch.Tensor:
         """bool[B, T]: tokens of videos."""
         match self.rule.frames:
             case FrameMarks.TYPES:
@@ -354,9 +353,7 @@ def _forward_of_videos(model: Any, **inputs: Any) -> object:
     return type(model).forward(model, **inputs, **outputs)
 
 
-def _in_order(
-    model: Any, frames_F3HW: torch.Tensor, shown: list[list[int]], inputs: dict[str, Any]
-) -> list[torch.Tensor]:
+def _in_order(model: Any, frames_F3HW: torch.Tensor, shown: list[list[int]], inputs: Inputs) -> list[torch.Tensor]:
     """For each sample with media [S, H]; pictures are taken out of the inputs."""
     videos = iter(frames_F3HW.split([frames for frames, *_ in shown if frames]))
     pixels, grids = inputs.pop("pixel_values", None), inputs.pop("image_grid_hw", None)

@@ -5,7 +5,6 @@ One section for each form; `take_own_inputs` asks which one a model's family has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from luthier.models.submodules import decoder_family, families_of
+
+Inputs = dict[str, Any]  # of a model's forward, by name
 
 
 def take_own_inputs(model: PreTrainedModel) -> bool:
@@ -96,9 +97,7 @@ def _generate_of_lists(model: Any, input_ids: torch.Tensor, **inputs: Any) -> to
     return torch.cat([input_ids, new], dim=1)
 
 
-def _with_sounds(
-    model: Any, data: Mapping[str, Any], input_embeddings: torch.Tensor, chunk_length: float = -1
-) -> torch.Tensor:
+def _with_sounds(model: Any, data: Inputs, input_embeddings: torch.Tensor, chunk_length: float = -1) -> torch.Tensor:
     """[B, T, D], with features of sounds in their slots."""
     if SOUNDS[0] not in data:
         return input_embeddings
@@ -115,13 +114,13 @@ def _with_sounds(
     return input_embeddings.masked_scatter(slots_BT[..., None], together_SD)
 
 
-def _lists(ids_BT: torch.Tensor, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _lists(ids_BT: torch.Tensor, inputs: Inputs) -> tuple[Inputs, Inputs]:
     """``data``, but for positions, and the inputs that are for the language model alone."""
     rest = {name: value for name, value in inputs.items() if value is not None}  # adapters fill in all they know
     slots_BT, pixels_3PW, sizes_N2 = (
         rest.pop(name, None) for name in ("mm_token_type_ids", "pixel_values", "target_sizes")
     )
-    data: dict[str, Any] = {"input_ids": ids_BT, "mm_token_type_ids": slots_BT}
+    data: Inputs = {"input_ids": ids_BT, "mm_token_type_ids": slots_BT}
     data |= {name: rest.pop(name) for name in SOUNDS if name in rest}
     if pixels_3PW is None:
         return {**data, "vision_hidden_states": [[]] * len(ids_BT)}, rest
