@@ -33,7 +33,7 @@ from luthier.training import assemble
 from luthier.training.fit import fit_data
 from luthier.training.folder.staging import RunFiles
 from luthier.training.report.result import RunResult
-from luthier.training.rollouts import drawing
+from luthier.training.rollouts import answer_groups, drawing
 from luthier.training.rollouts.delivery import Delivery
 from luthier.training.trainer import Trainer
 from tests.faults.killing import Findings, Kills, computes_nothing
@@ -155,7 +155,7 @@ def _told_before(look: OnKind) -> Iterator[None]:
     for kind, calls in CALLS.items():
         for owner, name in calls:
             setattr(owner, name, _watched(getattr(owner, name), kind, look))
-    drawing.write_answers = _watched(drawing.write_answers, "writing answers", look)
+    answer_groups.write_answers = _watched(answer_groups.write_answers, "writing answers", look)
     RunFiles.before = lambda _, operation, path: look("files")  # type: ignore[method-assign]
     yield
 
