@@ -39,7 +39,7 @@ BOUNDS = {
 }
 EXACT, CAST, EIGHT_BITS = "exact", "cast", "8 bits"
 NUM_DRAWS = 4  # roundings at random: in a mixture of experts only some of them change the choice of an expert
-ROUNDINGS = 4  # times what rounding a model's weights once more does to it, which is still rounding
+ROUNDINGS = 4  # a difference of so many times that of one more rounding still counts as rounding
 
 
 def bound_of(dtypes: Sequence[str], *, rounds_inputs: bool = False) -> str:
@@ -138,8 +138,8 @@ def check_result(check: ExportCheck, told: str, faults: Sequence[tuple[str, str]
 
 
 Ask = Callable[[torch.dtype | None, int], NDArray[np.float32]]
-"""What a model gives at the places of a context, [N, V]; given a dtype, with its weights rounded to it once more, each
-number in another way."""
+"""What a model gives at the places of a context, [N, V]. With a dtype, its weights are rounded to it once more; the
+number is the seed of that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -216,8 +216,8 @@ def rounding_of(held: Sequence[HeldContext], dtype: torch.dtype) -> Rounding:
 
 
 def allowed_by(bound: str, rounding: Rounding | None) -> Bound:
-    """A bound, and of a model that was found to lose more by rounding alone, some times that: what two roundings do is
-    not the same, and one of them hits a place that the other does not. Nothing beyond what 4 bits may do is allowed."""
+    """A bound. It is wider for a model that was found to change more by rounding alone: `ROUNDINGS` times that change,
+    as no two roundings change a model alike. It is never wider than that of 4 bits."""
     allowed, most = BOUNDS[bound], BOUNDS["coarse"]
     if rounding is None:
         return allowed

@@ -335,14 +335,15 @@ def _behaviour(
         held += seen if measured is None else []
     rounding = parity.rounding
     answered = _answered(held, parity.bound, rounding)
-    rounds = parity.bound == CAST and parity.dtype != "float32"
+    why = why_not_in_float32(engine.model)
+    rounds = parity.bound == CAST and parity.dtype != "float32" and why is None
     if rounds and rounding is None and not all(result.ok for result in answered):
         rounding = rounding_of(held, getattr(torch, parity.dtype))
         answered = _answered(held, parity.bound, rounding)
     if measured is not None and measured.probes:
         merged = _merged(base_of(engine.model), measured.probes)
         results = [merged, _differs(held, merged, allowed_by(parity.bound, rounding)), *results]
-    if (why := why_not_in_float32(engine.model)) is not None:
+    if why is not None:
         answered = [
             replace(one, told=f"{one.told}; computed in {parity.dtype}, as float32 fails: {why}") for one in answered
         ]

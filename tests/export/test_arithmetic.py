@@ -193,3 +193,21 @@ def test_a_mixture_of_experts_is_held_to_what_rounding_does_to_it_and_to_no_more
     save_file(weights | {one: weights[other], other: weights[one]}, file, metadata={"format": "pt"})
     write_parity(parity, tmp_path / "exported")
     assert failed(luthier.check_export(tmp_path / "exported")) >= {ExportCheck.LOGPROBS}
+
+
+def test_a_layer_without_its_adapter_is_more_than_rounding_to_a_model_that_rounding_hardly_changes(
+    tmp_path: Path,
+) -> None:
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
+    assert exported(Qwen2Config(**sizes), tmp_path).ok
+    folder, parity = tmp_path / "exported", read_parity(tmp_path / "exported")
+    weights, base = (
+        {name: tensor.clone() for name, tensor in load_file(place / WEIGHTS).items()}
+        for place in (folder, tmp_path / "base")
+    )
+    lost = "model.layers.1.self_attn.o_proj.weight"
+    save_file(weights | {lost: base[lost]}, folder / WEIGHTS, metadata={"format": "pt"})
+    write_parity(parity, folder)
+    proof = luthier.check_export(folder)
+    assert failed(proof) >= {ExportCheck.LOGPROBS}
+    assert proof.rounding is not None and proof.rounding.kl < 1e-4
