@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,15 @@ import transformers as hf
 import luthier
 from luthier.check.verify.run import verify
 from luthier.config.choices import ModelPart
-from luthier.config.schema import RunConfig
-from luthier.encoding.encoder import Encoder
 from luthier.errors import ConfigError, ModelError, RowError, UserError
 from luthier.models.batch_invariance import hook
 from luthier.models.model import reward_class
 from luthier.models.submodules import find_parts
 from luthier.prediction.predicting import PredictOptions, predict
-from luthier.preparation.prepare import prepare
 from luthier.records import Sample
-from luthier.training.fit import fit
 from tests.conftest import reason_is
 from tests.media.media_files import image_file, picture, tone, wav
+from tests.training.tiny_file_runs import config_of, made_model, trained
 from tests.training.tiny_moss_vl import MARK, MossVL, write_folder
 
 SIZES = {"a": (30, 50), "b": (20, 20), "c": (90, 40)}
@@ -65,33 +61,6 @@ def own_inputs(folder: Path, names: str) -> dict[str, Any]:
     text = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{names or 'none'}<|im_end|>\n"
     pictures = [picture(*SIZES[name]) for name in names]
     return dict(hf.AutoProcessor.from_pretrained(folder)(text=[text], images=pictures or None))
-
-
-def made_model(folder: Path) -> Any:
-    torch.manual_seed(0)
-    return hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained(folder)).eval()
-
-
-def config_of(folder: Path, tmp_path: Path, rows: list[dict[str, Any]], **changes: Any) -> RunConfig:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    tree: dict[str, Any] = {
-        "model": {"name_or_path": str(folder), "random_init": True},
-        "data": {"train": [{"path": str(path)}], "store": str(tmp_path / "store"), "workers": 0},
-        "train": {"max_steps": 8, "learning_rate": 1e-2, "warmup_steps": 0, "per_device_train_batch_size": 5},
-        "output": {"dir": str(tmp_path / "out")},
-        "tracking": {"progress": False, "logging_steps": 1},
-        "runtime": {"device": "cpu", "seed": 1, "threads": 1},
-    }
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        tree.setdefault(section, {})[name] = value
-    return RunConfig.model_validate(tree)
-
-
-def trained(config: RunConfig) -> Any:
-    encoder = Encoder.from_config(config)
-    return fit(config, encoder, prepare(config, encoder))
 
 
 @pytest.mark.parametrize("names", ASKED)
@@ -134,14 +103,14 @@ def test_a_run_learns_with_and_without_an_adapter_and_its_loss_is_the_class_s_ow
     for kind in ("full", "lora"):
         config = config_of(
             folder, tmp_path, rows, adapter__type=kind, adapter__train_parts=list(ModelPart),
-            output__dir=str(tmp_path / kind),
+            train__per_device_train_batch_size=len(rows), output__dir=str(tmp_path / kind),
         )  # fmt: skip
         result = trained(config)
         losses = [step.loss for step in result.steps]
         assert losses[-1] < losses[0] - 0.3, "it learns"
         first[kind] = losses[0]
-    kept = trained(config_of(folder, tmp_path, rows, train__learning_rate=1e-12, train__max_steps=1,
-                             output__dir=str(tmp_path / "one")))  # fmt: skip
+    once = {"train__learning_rate": 1e-12, "train__max_steps": 1, "train__per_device_train_batch_size": len(rows)}
+    kept = trained(config_of(folder, tmp_path, rows, **once, output__dir=str(tmp_path / "one")))
     model = MossVL.from_pretrained(kept.path / kept.model_dir).eval()
     total, count = 0.0, 0
     for sample, names in zip(encoded(folder), ASKED, strict=True):

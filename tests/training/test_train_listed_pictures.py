@@ -14,17 +14,14 @@ import transformers as hf
 import luthier
 from luthier.check.verify.run import verify
 from luthier.config.choices import ModelPart
-from luthier.config.schema import RunConfig
-from luthier.encoding.encoder import Encoder
 from luthier.errors import ModelError
 from luthier.models.model import reward_class
 from luthier.models.own_inputs import list_pictures
 from luthier.models.submodules import find_parts
 from luthier.prediction.predicting import PredictOptions, predict
-from luthier.preparation.prepare import prepare
 from luthier.records import Sample
-from luthier.training.fit import fit
 from tests.media.media_files import image_file, picture
+from tests.training.tiny_file_runs import config_of, made_model, trained
 from tests.training.tiny_minicpmv import SLOTS, MiniCPMV, write_folder
 
 SIZES = [(30, 50), (90, 40), (30, 90), (60, 60)]  # one slice, 2 beside each other, 2 below each other, one
@@ -64,36 +61,6 @@ def own_inputs(folder: Path, numbers: list[int], answer: str) -> dict[str, Any]:
     pictures = [picture(*SIZES[number]) for number in numbers]
     made = hf.AutoProcessor.from_pretrained(folder)(text=[f"{text}<|im_end|>\n"], images=[pictures])
     return {**made, "position_ids": torch.arange(made["input_ids"].shape[1])[None]}
-
-
-def made_model(folder: Path) -> Any:
-    torch.manual_seed(0)
-    return hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained(folder)).eval()
-
-
-def config_of(folder: Path, tmp_path: Path, rows: list[dict[str, Any]], **changes: Any) -> RunConfig:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    tree: dict[str, Any] = {
-        "model": {"name_or_path": str(folder), "random_init": True},
-        "data": {"train": [{"path": str(path)}], "store": str(tmp_path / "store"), "max_length": 256, "workers": 0},
-        "train": {
-            "max_steps": 8, "learning_rate": 1e-2, "warmup_steps": 0, "per_device_train_batch_size": 1,
-            "gradient_accumulation_steps": 1,
-        },
-        "output": {"dir": str(tmp_path / "out")},
-        "tracking": {"progress": False, "logging_steps": 1},
-        "runtime": {"device": "cpu", "seed": 1, "threads": 1},
-    }  # fmt: skip
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        tree.setdefault(section, {})[name] = value
-    return RunConfig.model_validate(tree)
-
-
-def trained(config: RunConfig) -> Any:
-    encoder = Encoder.from_config(config)
-    return fit(config, encoder, prepare(config, encoder))
 
 
 @pytest.mark.parametrize("numbers", [[0], [1, 2], [3, 1, 0], []], ids=str)

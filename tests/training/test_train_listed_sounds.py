@@ -14,8 +14,6 @@ import transformers as hf
 import luthier
 from luthier.check.verify.run import verify
 from luthier.config.choices import ModelPart
-from luthier.config.schema import RunConfig
-from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.export.model_folder import ExportOptions, export_run
 from luthier.media.families import rules
@@ -24,10 +22,9 @@ from luthier.media.processors.expansion import spoken
 from luthier.models.own_inputs import list_pictures
 from luthier.models.submodules import find_parts
 from luthier.prediction.predicting import PredictOptions, predict
-from luthier.preparation.prepare import prepare
 from luthier.records import AudioHeader, Sample
-from luthier.training.fit import fit
 from tests.media.media_files import RATE, image_file, picture, tone, wav
+from tests.training.tiny_file_runs import config_of, made_model, trained
 from tests.training.tiny_minicpmo import AUDIO, IMAGE, MiniCPMO, write_folder
 
 # the last one is longer than a piece
@@ -85,36 +82,6 @@ def own_inputs(folder: Path, names: str, answer: str) -> dict[str, Any]:
         text=[text], images=[pictures] if pictures else None, audios=[sounds] if sounds else None
     )
     return {**made, "position_ids": torch.arange(made["input_ids"].shape[1])[None]}
-
-
-def made_model(folder: Path) -> Any:
-    torch.manual_seed(0)
-    return hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained(folder)).eval()
-
-
-def config_of(folder: Path, tmp_path: Path, rows: list[dict[str, Any]], **changes: Any) -> RunConfig:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    tree: dict[str, Any] = {
-        "model": {"name_or_path": str(folder), "random_init": True},
-        "data": {"train": [{"path": str(path)}], "store": str(tmp_path / "store"), "max_length": 256, "workers": 0},
-        "train": {
-            "max_steps": 8, "learning_rate": 1e-2, "warmup_steps": 0, "per_device_train_batch_size": 1,
-            "gradient_accumulation_steps": 1,
-        },
-        "output": {"dir": str(tmp_path / "out")},
-        "tracking": {"progress": False, "logging_steps": 1},
-        "runtime": {"device": "cpu", "seed": 1, "threads": 1},
-    }  # fmt: skip
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        tree.setdefault(section, {})[name] = value
-    return RunConfig.model_validate(tree)
-
-
-def trained(config: RunConfig) -> Any:
-    encoder = Encoder.from_config(config)
-    return fit(config, encoder, prepare(config, encoder))
 
 
 @pytest.mark.parametrize("names", ASKED)

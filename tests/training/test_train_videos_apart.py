@@ -14,16 +14,14 @@ import transformers as hf
 import luthier
 from luthier.config.choices import ModelPart
 from luthier.config.schema import RunConfig
-from luthier.encoding.encoder import Encoder
 from luthier.errors import ModelError
 from luthier.models.batch_invariance import encode_videos_apart
 from luthier.prediction.predicting import PredictOptions, predict
-from luthier.preparation.prepare import prepare
 from luthier.records import Sample
-from luthier.training.fit import fit
 from tests.families_matrix.matrix_cases import CASES, chat_template
 from tests.families_matrix.tiny_settings import Vocabulary
 from tests.media.media_files import image_file, picture, video
+from tests.training.tiny_file_runs import trained
 
 FILMS = {"a": (11, (64, 48)), "b": (6, (48, 96)), "c": (7, (96, 48))}  # frames, 10 a second; width and height
 ASKED = ["a", "", "pq", "b", "p", "c"]
@@ -104,11 +102,6 @@ def config_of(folder: Path, tmp_path: Path, **changes: Any) -> RunConfig:
         section, _, name = key.partition("__")
         tree.setdefault(section, {})[name] = value
     return RunConfig.model_validate(tree)
-
-
-def trained(config: RunConfig) -> Any:
-    encoder = Encoder.from_config(config)
-    return fit(config, encoder, prepare(config, encoder))
 
 
 def test_the_class_itself_fails_on_a_video(folder: Path) -> None:
