@@ -15,6 +15,7 @@ from accelerate import init_empty_weights
 from transformers import PreTrainedModel
 
 from luthier.errors import ModelError
+from luthier.models.older_code import older_names
 
 
 def restore_buffers(model: PreTrainedModel) -> int:
@@ -26,7 +27,7 @@ def restore_buffers(model: PreTrainedModel) -> int:
     unsaved = dict(model.named_non_persistent_buffers())
     if type(model).__module__.startswith("transformers.") or not unsaved:
         return 0
-    with torch.random.fork_rng(), init_empty_weights(include_buffers=False):
+    with older_names(model.config), torch.random.fork_rng(), init_empty_weights(include_buffers=False):
         made = dict(type(model)(deepcopy(model.config)).named_buffers())
     for name, buffer in unsaved.items():
         value = made.get(name)

@@ -28,7 +28,7 @@ from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError, first_line
 from luthier.media.families.family import Attention
-from luthier.models import batch_invariance
+from luthier.models import batch_invariance, older_code
 from luthier.models.adapter_files import mutates_base
 from luthier.models.attention import SEGMENTS, register_attention
 from luthier.models.buffers import restore_buffers
@@ -149,14 +149,12 @@ def quantize_whole(loaded: LoadedModel, config: RunConfig) -> LoadedModel:
         object.__setattr__(model, "should_save_on_this_rank", lambda _is_main: True)
         model.save_pretrained(folder)
         given = _quantizing(config, model)
+        attention = older_code.with_tower(model.config, model.config._attn_implementation)
         try:
-            quantized: PreTrainedModel = type(model).from_pretrained(
-                folder,
-                attn_implementation=model.config._attn_implementation,
-                dtype=model.dtype,
-                use_safetensors=True,
-                **given,
-            )
+            with older_code.older_names(model.config):
+                quantized: PreTrainedModel = type(model).from_pretrained(
+                    folder, attn_implementation=attention, dtype=model.dtype, use_safetensors=True, **given
+                )
         except (ValueError, ImportError, RuntimeError) as error:
             what = f"{config.model.quantization.type} cannot be made of {type(model).__name__}: {first_line(error)}"
             raise ModelError(f"model.quantization: {what}", hint="set model.quantization: nf4") from error
@@ -373,7 +371,7 @@ def _dtype(config: RunConfig, model_config: PretrainedConfig, notes: list[str]) 
 def _model_class(config: RunConfig, model_config: PretrainedConfig) -> Any:
     if is_reward_model(config):
         return reward_class(model_config)
-    return multimodal_class(model_config) or AutoModelForCausalLM
+    return older_code.in_older_code(multimodal_class(model_config) or AutoModelForCausalLM, model_config)
 
 
 def _build(
@@ -463,8 +461,7 @@ def reward_class(model_config: PretrainedConfig) -> Any:
     kind = type(model_config)
     if kind in AutoModelForSequenceClassification._model_mapping:
         return AutoModelForSequenceClassification
-    rows = families_of(model_config)
-    comes_with_files = any(row.in_lists or row.looks_across or row.decoder_names for row in rows)
+    comes_with_files = any(row.has_own_class for row in families_of(model_config))
     generating = None if comes_with_files else multimodal_class(model_config)
     if generating is None:
         raise ModelError(

@@ -5,12 +5,15 @@ One section for each form; `take_own_inputs` asks which one a model's family has
 
 from __future__ import annotations
 
+import inspect
+from functools import wraps
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from luthier.models.submodules import decoder_family, families_of
 
@@ -19,7 +22,8 @@ Inputs = dict[str, Any]  # of a model's forward, by name
 
 def take_own_inputs(model: PreTrainedModel) -> bool:
     """Let the model take batches like any other, if its family has a form of its own; whether it has."""
-    return name_decoder_inputs(model) or list_pictures(model) or tell_pictures_apart(model)
+    forms = (name_decoder_inputs, list_pictures, tell_pictures_apart, encode_pictures_apart)
+    return any(form(model) for form in forms)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -169,3 +173,57 @@ def _forward_across(
         seen_BTN = (slots_BT.cumsum(dim=1)[..., None] > numbers_N) & attention_mask.bool()[..., None]
         given |= {"media_nums_per_sample": counts_B.tolist(), "cross_attention_mask": ~seen_BTN[:, None]}
     return type(model).forward(model, input_ids=input_ids, attention_mask=attention_mask, **given)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Models whose class takes pictures as its processor stacks them, and computes their attention as one (Youtu-VL).
+#
+# ``forward`` takes the patches of a picture as [1, P, V], a mask of those that are no padding, and their rows and
+# columns. A batch has the patches of all its pictures side by side, and no padding. Without flash attention the tower
+# computes the scores of all P x P pairs of a call and hides those of two pictures; so each picture goes through it by
+# itself. A step of generation after the first has no slots, and then no pictures either.
+#
+# N pictures of P patches in all, V numbers of a patch.
+
+
+def encode_pictures_apart(model: PreTrainedModel) -> bool:
+    """Let the model take batches like any other, if its family says so (`Family.pictures_apart`)."""
+    names = [family.pictures_apart for family in families_of(model.config) if family.pictures_apart]
+    if not names:
+        return False
+    own = type(model).forward
+
+    @wraps(own)  # its signature too: transformers' generate lets only inputs pass that it finds in that
+    def forward(model: Any, input_ids: torch.Tensor | None = None, **inputs: Any) -> object:
+        return own(model, input_ids=input_ids, **_stacked(model, input_ids, inputs))
+
+    model.forward = MethodType(forward, model)
+    model.generate = MethodType(GenerationMixin.generate, model)  # the class's own changes what is drawn
+    tower = model.get_submodule(names[0])
+    tower.forward = MethodType(_encode_apart, tower)
+    return True
+
+
+def _stacked(model: Any, ids_BT: torch.Tensor | None, inputs: Inputs) -> Inputs:
+    """Inputs as the class takes them."""
+    given = {name: value for name, value in inputs.items() if value is not None}  # adapters fill in all they know
+    pixels_PV = given.pop("pixel_values", None)
+    if pixels_PV is None or ids_BT is None or not (ids_BT == model.config.image_token_id).any():
+        given.pop("spatial_shapes", None)
+        return given
+    patches_1PV = pixels_PV.flatten(0, -2)[None]
+    there_1P = torch.ones(patches_1PV.shape[:2], dtype=torch.int32, device=patches_1PV.device)
+    return {**given, "pixel_values": patches_1PV, "pixel_attention_mask": there_1P}
+
+
+def _encode_apart(tower: Any, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling:
+    call = inspect.signature(type(tower).forward).bind(tower, *args, **kwargs).arguments
+    patches_1PV, there_1P, sizes_N2 = (call.pop(name) for name in PICTURES)
+    call.pop("self")
+    lengths = sizes_N2.prod(dim=1).tolist()
+    parts = zip(patches_1PV.split(lengths, dim=1), there_1P.split(lengths, dim=1), sizes_N2.split(1), strict=True)
+    seen = [type(tower).forward(tower, **dict(zip(PICTURES, part, strict=True)), **call) for part in parts]
+    return BaseModelOutputWithPooling(last_hidden_state=torch.cat([each.last_hidden_state for each in seen]))
+
+
+PICTURES = ("pixel_values", "pixel_attention_mask", "spatial_shapes")

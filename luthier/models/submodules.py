@@ -125,8 +125,8 @@ class ModelParts:
 def multimodal_class(config: PretrainedConfig) -> Any | None:
     """transformers' Auto class for models that take images, videos or audio beside text; None: it has none for this.
 
-    A family with `Family.decoder_names`, `Family.in_lists` or `Family.looks_across` comes with its own class, which its
-    files name for `AutoModel` or `AutoModelForCausalLM`.
+    A family with a class of its own (`Family.has_own_class`) has it in its files, which name it for `AutoModel` or
+    `AutoModelForCausalLM`.
 
     Audio Flamingo and Music Flamingo have an encoder and a language model like others, but transformers lists them with
     translators of speech alone.
@@ -136,7 +136,7 @@ def multimodal_class(config: PretrainedConfig) -> Any | None:
     if decoder_family(config) is not None:
         return AutoModel
     rows = [row for row in FAMILIES.values() if config.model_type in row.model_types]
-    if any(row.in_lists or row.looks_across for row in rows):
+    if any(row.has_own_class for row in rows):
         return AutoModelForCausalLM
     return AutoModelForSeq2SeqLM if rows and type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING else None
 

@@ -28,6 +28,7 @@ ELSEWHERE = {
     "nemotron_parse": "transformers has no model of it; `tests.training.test_train_decoder_inputs` has a stand-in",
     "minicpmv": "transformers has no model of it; `tests.training.test_train_listed_pictures` has a stand-in",
     "minicpmo": "transformers has no model of it; `tests.training.test_train_listed_sounds` has a stand-in",
+    "youtu_vl": "transformers has no model of it; `tests.training.test_train_older_code` has a stand-in",
     "moss_vl": "transformers has no model of it; `tests.training.test_train_across` has a stand-in",
 }
 

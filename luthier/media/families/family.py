@@ -249,6 +249,11 @@ class Family:
                   end: batches are put so for it (`models.own_inputs`)
     looks_across  pictures are on one token each, and its class takes how many each row has and what is hidden from
                   whom, and counts positions itself (`models.own_inputs`)
+    pictures_apart the module that encodes pictures, of which each goes through it in a call of its own: its attention
+                  computes the scores of all patches of a call (`models.own_inputs`); "": all in one call
+    older_code    its code comes with its files and was written for transformers 4 (`models.older_code`)
+    tower_attention what its tower has attention of, where that is not all that transformers knows; the first is taken
+                  where it has not what the language model is asked for
     decoder_names of a decoder beside an encoder: what it calls the inputs along the tokens, "" of one that it does not
                   take. Its picture is on no token of the text, and each row has exactly one
     chat_template for processors that come without one
@@ -279,6 +284,9 @@ class Family:
     own_frames: OwnFrames | None = None
     in_lists: bool = False
     looks_across: bool = False
+    pictures_apart: str = ""
+    older_code: bool = False
+    tower_attention: tuple[str, ...] = ()
     decoder_names: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = None
     positions: str | None = None
@@ -293,6 +301,11 @@ class Family:
     def along(self) -> tuple[str, ...]:
         """Names of all that stands along the tokens beside ids and positions."""
         return (*self.token_inputs, PREFIX_TYPES) if self.attention is Attention.PREFIX else tuple(self.token_inputs)
+
+    @property
+    def has_own_class(self) -> bool:
+        """Whether the model's class comes with its files, and is none that transformers names for its kind of model."""
+        return bool(self.decoder_names or self.in_lists or self.looks_across or self.pictures_apart)
 
     def named(self, inputs: Mapping[str, Value]) -> dict[str, Value]:
         """A batch's inputs by the names that the model has for them (`decoder_names`)."""

@@ -24,6 +24,7 @@ from luthier.media.families.family import (
 )
 from luthier.media.geometry import pictures, videos
 from luthier.media.geometry.pictures import area_grid
+from luthier.media.processors import expansion
 from luthier.records import ImageHeader
 
 if TYPE_CHECKING:
@@ -321,6 +322,18 @@ ROWS = (
         image=Rule(measure=pictures.own_patch_rows, fold=4),
         batching={"pixel_values": PAD_CAT, "image_sizes": CAT},
         modules=Modules(tower=("model.vision_encoder",), projector=("model.vision_projection",)),
+    ),
+    Family(
+        name="youtu_vl",
+        processors=("YoutuVLProcessor",),
+        model_types=("youtu_vl",),
+        image=Rule(measure=pictures.stepped_grid, replace=expansion.four_a_slot, fold=4),
+        batching={"pixel_values": CAT, "spatial_shapes": CAT},
+        call=rules.picture_by_picture,
+        pictures_apart="siglip2",
+        older_code=True,
+        tower_attention=("eager", "flash_attention_2"),
+        modules=Modules(tower=("siglip2",), projector=("merger",), language=("model", "lm_head")),
     ),
     Family(
         name="pixtral",

@@ -261,6 +261,27 @@ def in_one_piece(processor: Processor, text: str, arguments: Options) -> Outputs
     return outputs
 
 
+def picture_by_picture(processor: Processor, text: str, arguments: Options) -> Outputs:
+    """Youtu-VL, whose image processor stacks pictures, and so takes in one call only those of one size.
+
+    A part of the text ends behind each placeholder. Of N pictures with P patches in all: ``pixel_values`` [P, V] and
+    ``spatial_shapes`` [N, 2].
+    """
+    import torch
+
+    *texts, rest = re.split(f"(?<={re.escape(processor.image_token)})", text)
+    texts = [*texts[:-1], texts[-1] + rest]
+    made = [
+        processor(text=[part], images=[picture], return_tensors="pt", add_special_tokens=False)
+        for part, picture in zip(texts, arguments["images"][0], strict=True)
+    ]
+    return {
+        "input_ids": torch.cat([one["input_ids"] for one in made], dim=1),
+        "pixel_values": torch.cat([one["pixel_values"].flatten(0, 1) for one in made]),
+        "spatial_shapes": torch.cat([one["spatial_shapes"] for one in made]),
+    }
+
+
 def one_by_one(processor: Processor, text: str, arguments: Options) -> Outputs:
     """Perception LM gives the tiles of a picture an axis, and fails on pictures that do not have as many.
 

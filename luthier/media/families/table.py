@@ -100,7 +100,6 @@ STREAMS = "it takes audio and writes at the same time, in steps that are no toke
 DRAWS = "it is trained to write audio or movements, which are no tokens"
 FIRST = "its class takes one image a text, in front of all text, and reads the text a second time with other tokens"
 TELLS = "its class writes into the text how long the audio is, which no chat template can"
-ITS_OWN = "its classes come with its files, and no row has been compared with them"
 UNTESTED = "its processor needs a package that is not among Luthier's, so nothing could be compared with it"
 
 PROCESSORS: Mapping[str, str] = {
@@ -148,7 +147,6 @@ MODEL_TYPES: Mapping[str, str] = {
     "speech-encoder-decoder": ENCODES,
     "t5gemma2": ENCODES,
     "vision-encoder-decoder": ENCODES,
-    "youtu_vl": ITS_OWN,
 }
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.media.families.family import Measured, Settings
+from luthier.errors import ModelError
+from luthier.media.families.family import Measured, Processor, Settings
 from luthier.records import ImageHeader
 from luthier.writing import counted
 
@@ -81,6 +83,26 @@ def limited_grid(settings: Settings, headers: Sequence[ImageHeader]) -> Measured
         if max(grids[-1]) >= _KIMI_LONGEST:
             raise ValueError(f"a side of {max(grids[-1])} patches, and the model has positions for {_KIMI_LONGEST - 1}")
     return {"image_grid_hws": np.array(grids, dtype=np.int64).reshape(-1, 2)}
+
+
+def stepped_grid(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """Scaled down in steps to a limit of patches that the processor's class is called with (Youtu-VL):
+    ``spatial_shapes`` int64[N, 2], rows and columns of patches.
+    """
+    patch, most = settings["patch_size"], default_of(settings.processor, "max_image_patches")
+    sizes = [fit_in_steps(item.height, item.width, patch=patch, max_patches=most) for item in headers]
+    return {"spatial_shapes": np.array(sizes, dtype=np.int64).reshape(-1, 2) // patch}
+
+
+def default_of(processor: Processor, name: str) -> int:
+    """What a processor is called with where nobody says it. Raises `ModelError` if its class names no default."""
+    argument = signature(type(processor).__call__).parameters.get(name)
+    if argument is None or not isinstance(argument.default, int):
+        raise ModelError(
+            f"{type(processor).__name__} has no default for {name!r}, which the token count of this family needs",
+            hint="the family's row describes another version of the processor's files",
+        )
+    return argument.default
 
 
 def soft_tokens(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
@@ -297,6 +319,21 @@ def fit_patches(
     new_height = min(max(1, int(height * scale)), limit)
     new_width = min(max(1, int(width * scale)), limit)
     return _ceil(new_height, multiple * patch), _ceil(new_width, multiple * patch)
+
+
+def fit_in_steps(height: int, width: int, *, patch: int, max_patches: int) -> tuple[int, int]:
+    """Sides rounded up to two patches, of a picture made smaller by 2 % of itself until it has few enough (Youtu-VL).
+
+    The scale is what floats make of 1 - 0.02 - 0.02 - …, which rounds otherwise than 1 - 0.02 * n.
+    """
+    side, most, scale = 2 * patch, max_patches * patch**2, 1.0
+    fitted = _ceil(height, side), _ceil(width, side)
+    while fitted[0] * fitted[1] > most and scale > 0:
+        scale -= 0.02
+        fitted = max(side, _ceil(height * scale, side)), max(side, _ceil(width * scale, side))
+    if fitted[0] * fitted[1] > most:
+        raise ValueError(f"the least are four patches, and {max_patches} are allowed")
+    return fitted
 
 
 def fill_patches(height: int, width: int, *, patch: int, max_patches: int, multiple: int) -> tuple[int, int]:

@@ -224,6 +224,11 @@ def merged_slots(settings: Settings, measured: Measured, index: int) -> str:
     return str(settings.processor.image_token) * int(measured["image_grid_hws"][index].prod() // merged)
 
 
+def four_a_slot(settings: Settings, measured: Measured, index: int) -> str:
+    """Youtu-VL, whose class writes into the text: a slot for four patches, as its code has it and no setting."""
+    return str(settings.processor.image_token) * int(measured["spatial_shapes"][index].prod() // 4)
+
+
 def decoder_start(settings: Settings, measured: Measured, index: int) -> str:
     """Nemotron-Parse, whose text has no place for its picture: the token that its decoder begins with stands for it."""
     return str(settings.processor.tokenizer.eos_token)

@@ -39,6 +39,7 @@ from luthier.media.families.table import family_of
 from luthier.media.files.decoding import Decoded, DecodedAudio, DecodedImage
 from luthier.media.processors import calling
 from luthier.media.processors.expansion import kind_of, write
+from luthier.media.processors.older_classes import call_as_newer, offer_older_names
 from luthier.records import AudioHeader, ImageHeader, MediaHeader
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ class MediaProcessor:
         folder = Path(source)
         if folder.is_dir() and not any((folder / name).is_file() for name in PROCESSOR_FILES):
             return None
+        if trust_remote_code:
+            offer_older_names()
         try:
             processor = AutoProcessor.from_pretrained(
                 source, trust_remote_code=trust_remote_code, revision=revision, cache_dir=cache_dir
@@ -115,6 +118,7 @@ class MediaProcessor:
             ) from error
         if not isinstance(processor, ProcessorMixin):
             return None
+        call_as_newer(processor)
         return cls.of(processor, options, model_type=model_type or _model_type(folder))
 
     @classmethod

@@ -1,0 +1,73 @@
+"""A stand-in for Youtu-VL, whose code comes with its files: a folder with settings, code and random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+
+from luthier.media.processors.older_classes import call_as_newer, offer_older_names
+from luthier.models.older_code import in_older_code
+from tests.media.tiny_processors import tiny_tokenizer
+
+CODE = Path(__file__).with_name("code_of_youtu_vl")
+SLOT, MARKS = "<|image_pad|>", ("<|vision_start|>", "<|vision_end|>")
+CHAT = (
+    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|begin_of_text|>system\n"
+    "You are a helpful assistant.<|end_of_text|>\n{% endif %}<|begin_of_text|>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|end_of_text|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|begin_of_text|>assistant\n{% endif %}"
+)
+
+
+def write_folder(folder: Path) -> Path:
+    """Settings, code, tokenizer and weights as its users have them."""
+    tokenizer = tiny_tokenizer("<|begin_of_text|>", "<|end_of_text|>", *MARKS, SLOT)
+    tokenizer.bos_token, tokenizer.eos_token = "<|begin_of_text|>", "<|end_of_text|>"
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    for code in CODE.glob("*.py"):
+        (folder / code.name).write_text(code.read_text(encoding="utf-8"), encoding="utf-8")
+    kinds = {"AutoConfig": "configuration_youtu_vl.YoutuVLConfig", "AutoModelForCausalLM": "modeling_youtu_vl.YoutuVL"}
+    config = {
+        "model_type": "youtu_vl", "architectures": ["YoutuVL"], "vocab_size": len(tokenizer), "dtype": "float32",
+        "auto_map": kinds, "vision_config": {"hidden_size": 16},
+        "image_token_id": tokenizer.convert_tokens_to_ids(SLOT), "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    kinds = {"AutoImageProcessor": "YoutuVLImageProcessor", "AutoProcessor": "YoutuVLProcessor"}
+    kinds = {auto: f"processing_youtu_vl.{kind}" for auto, kind in kinds.items()}
+    processor = {
+        "auto_map": kinds,
+        "image_processor_type": "YoutuVLImageProcessor", "processor_class": "YoutuVLProcessor",
+        "patch_size": 4, "max_num_patches": 16,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    torch.manual_seed(0)
+    own_model(folder, made=True).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def own_model(folder: Path, *, made: bool = False) -> Any:
+    """The model as its class makes it, with nothing of a run around it."""
+    trusted = {"trust_remote_code": True}
+    config = hf.AutoConfig.from_pretrained(folder, **trusted)
+    kind = in_older_code(hf.AutoModelForCausalLM, config)
+    if made:
+        return kind.from_config(config, attn_implementation=None, **trusted)
+    return kind.from_pretrained(folder, config=config, attn_implementation=None, **trusted).eval()
+
+
+def own_processor(folder: Path) -> Any:
+    """The processor that its files name."""
+    offer_older_names()
+    processor = hf.AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+    call_as_newer(processor)
+    return processor
