@@ -11,8 +11,9 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,38 @@ def process_state() -> dict[str, object]:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     state["stance"] = "default" if dynamo is None else dynamo._stance.stance  # whether what is compiled is used
     return state
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _leaves_no_process() -> Iterator[None]:
+    """What a file's tests have started ends with them: a run ends its processes, though Python goes on."""
+    before = children()
+    yield
+    end = time.monotonic() + HANG_SECONDS / 60
+    while (left := children() - before) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not left, f"these tests leave processes: {[command_of(pid) for pid in left]}"
+
+
+def children() -> set[int]:
+    """The processes that this one has started and that have not been waited for.
+
+    But for those that `multiprocessing` keeps until the end once they were used, as by tests that ran before.
+    """
+    found: set[int] = set()
+    for task in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            found |= {int(pid) for pid in task.read_text().split()}
+    kept = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+    return {pid for pid in found if not any(name in command_of(pid) for name in kept)}
+
+
+def command_of(pid: int) -> bytes:
+    """The command line of a process; nothing where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any, Self
@@ -225,22 +225,24 @@ class ToolBox:
         """Start them. Raises `UserError` for one that cannot be loaded, and for two of one name."""
         self._processes: dict[str, UserProcess] = {}
         self.declarations: list[Mapping[str, Any]] = []
-        for number, config in enumerate(configs):
-            process = started(config, f"rollout.tools[{number}]")
-            if "declaration" not in process.greeting:
-                self.close()
-                raise UserError(
-                    f"rollout.tools[{number}]: {config.code} is a class, and a tool is a function",
-                    hint="a class is an environment: rollout.environment",
-                    key="rollout.tools",
-                )
-            declared: Any = process.greeting["declaration"]
-            name = str(declared["function"]["name"])
-            if name in self._processes:
-                self.close()
-                raise UserError(f"rollout.tools: two tools are called {name}", key="rollout.tools")
-            self._processes[name] = process
-            self.declarations.append(declared)
+        with ExitStack() as exits:  # where one is refused, those before it end as well
+            for number, config in enumerate(configs):
+                self._add(config, number, exits.enter_context(started(config, f"rollout.tools[{number}]")))
+            self._exits = exits.pop_all()
+
+    def _add(self, config: CodeConfig, number: int, process: UserProcess) -> None:
+        if "declaration" not in process.greeting:
+            raise UserError(
+                f"rollout.tools[{number}]: {config.code} is a class, and a tool is a function",
+                hint="a class is an environment: rollout.environment",
+                key="rollout.tools",
+            )
+        declared: Any = process.greeting["declaration"]
+        name = str(declared["function"]["name"])
+        if name in self._processes:
+            raise UserError(f"rollout.tools: two tools are called {name}", key="rollout.tools")
+        self._processes[name] = process
+        self.declarations.append(declared)
 
     def call(self, call: ToolCall) -> str:
         """What a tool says to a call. Raises `NoAnswer` where there is no such tool, or it fails or is late."""
@@ -252,8 +254,13 @@ class ToolBox:
 
     def close(self) -> None:
         """End the processes."""
-        for process in self._processes.values():
-            process.close()
+        self._exits.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class EnvironmentProcess:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -256,7 +257,7 @@ def _rollouts(setup: RunSetup, how: CollateSettings, losses: StepLosses, *, shar
         layout=layout,
         score=score,
         probes=probes,
-        talks=_talks(config, engine),
+        talks=_talks(config, engine, hooks.closing),
         slots=frozenset() if media is None else media.processor.slot_ids(tokenizer.vocab_size),
         seed=config.runtime.seed,
         folder=config.output.dir,
@@ -286,7 +287,8 @@ def _judge(setup: RunSetup) -> RewardJudge:
         models = reward_models.reward_judges(config, setup.run_model.model, setup.tokenizer, hooks.note)
     else:
         models = ray_actors.ray_rewards(config, ranks=setup.world.size, closing=hooks.closing, tell=hooks.note)
-    return RewardJudge(config.rollout.rewards, max_new_tokens=config.rollout.max_new_tokens, models=models)
+    judge = RewardJudge(config.rollout.rewards, max_new_tokens=config.rollout.max_new_tokens, models=models)
+    return hooks.closing.enter_context(judge)
 
 
 def _delivery(setup: RunSetup, local: LocalEngine, losses: StepLosses) -> Delivery | None:
@@ -307,8 +309,8 @@ def _delivery(setup: RunSetup, local: LocalEngine, losses: StepLosses) -> Delive
     return delivery_of(setup.config, local, save, floor=floor, hooks=setup.hooks)
 
 
-def _talks(config: RunConfig, engine: Engine) -> Talks | None:
-    """What holds the conversations of a run with tools or an environment."""
+def _talks(config: RunConfig, engine: Engine, closing: ExitStack) -> Talks | None:
+    """What holds the conversations of a run with tools or an environment, whose processes live until ``closing``."""
     rollout = config.rollout
     if not rollout.takes_turns:
         return None
@@ -319,8 +321,8 @@ def _talks(config: RunConfig, engine: Engine) -> Talks | None:
         rows=RowsByAddress(sources=open_sources(resolve_sources(config.data)[0], seed=config.runtime.seed)),
         longest=config.data.max_length,
         settings=sampling(rollout, seed=config.runtime.seed),
-        tools=ToolBox(rollout.tools) if rollout.tools else None,
-        environment=None if rollout.environment is None else EnvironmentProcess(rollout.environment),
+        tools=closing.enter_context(ToolBox(rollout.tools)) if rollout.tools else None,
+        environment=closing.enter_context(EnvironmentProcess(rollout.environment)) if rollout.environment else None,
     )
     talks.check()
     return talks

@@ -82,25 +82,6 @@ def reader_of(store: SampleStore) -> BatchReader:
     return BatchReader(store, PACKED)
 
 
-def children() -> set[int]:
-    """The processes that this one has started and that have not been waited for.
-
-    But for those that `multiprocessing` keeps until the end once they were used, as by tests that ran before.
-    """
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        found |= {int(pid) for pid in (task / "children").read_text().split()}
-    kept = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
-    return {pid for pid in found if not any(name in _command(pid) for name in kept)}
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
 def is_running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

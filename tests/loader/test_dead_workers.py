@@ -18,14 +18,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from stored_rows import add_samples, children, is_running, plan_rows, reader_of, uses_shared_memory
+from stored_rows import add_samples, is_running, plan_rows, reader_of, uses_shared_memory
 
 from luthier.errors import LoaderError, StoreError
 from luthier.loader import prefetch
 from luthier.loader.prefetch import iterate
 from luthier.loader.protocol import SharedArrays
 from luthier.store.store import SampleStore
-from tests.conftest import HANG_SECONDS
+from tests.conftest import HANG_SECONDS, children
 
 FAULT = """
 import ctypes, os, time
@@ -130,7 +130,8 @@ TRAINER = """
 import sys, time
 sys.path[:0] = {path!r}
 from pathlib import Path
-from stored_rows import FINGERPRINT, SampleStore, children, plan_rows, reader_of
+from stored_rows import FINGERPRINT, SampleStore, plan_rows, reader_of
+from tests.conftest import children
 from luthier.loader.prefetch import iterate
 store = SampleStore.open(Path({folder!r}), fingerprint=FINGERPRINT)
 batches = iterate(reader_of(store), plan_rows(store), num_workers=2)
@@ -144,7 +145,7 @@ print(*children(), flush=True)
 def test_workers_end_with_a_trainer_that_is_killed(
     store: SampleStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool
 ) -> None:
-    path = [str(Path(__file__).parent)]
+    path = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
     if busy:  # in an endless loop when it happens, so that it reads nothing from its socket
         (tmp_path / "sitecustomize.py").write_text(FAULT.format(sample=6, act="[None for _ in iter(int, 1)]"))
         path.insert(0, str(tmp_path))

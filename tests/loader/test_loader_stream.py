@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stored_rows import children, make_rows
+from stored_rows import make_rows
 
 import luthier
 from luthier.errors import CheckpointError, UserError
@@ -18,6 +18,7 @@ from luthier.loader.loader import Loader
 from luthier.loader.stream_state import LoaderState, RowTrail
 from luthier.preparation.prepared import PreparedSet
 from luthier.records import Batch
+from tests.conftest import children
 
 OPTIONS: dict[str, Any] = {"max_length": 64, "seed": 3, "rank": 0, "world_size": 1}
 

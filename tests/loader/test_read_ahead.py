@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from stored_rows import PACKED, add_samples, children, plan_rows, reader_of
+from stored_rows import PACKED, add_samples, plan_rows, reader_of
 
 from luthier.collation import CollateSettings
 from luthier.errors import LoaderError, StoreError
@@ -18,7 +18,7 @@ from luthier.loader.prefetch import iterate
 from luthier.loader.reader import PLACE, BatchReader, PlannedMicroBatch
 from luthier.records import Batch
 from luthier.store.store import SampleStore
-from tests.conftest import HANG_SECONDS
+from tests.conftest import HANG_SECONDS, children
 
 BLANK = PlannedMicroBatch(step=99, places=np.zeros(0, PLACE), pack_bounds=[0], files={})
 

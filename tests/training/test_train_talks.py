@@ -29,6 +29,7 @@ from luthier.sources.source import RowsByAddress
 from luthier.training.rollouts.answer_groups import FOLDER
 from luthier.training.rollouts.talks import CHANGED, MALFORMED, Talks
 from luthier.training.rollouts.trajectories import Trajectory, answer_tree
+from tests.conftest import children
 from tests.training.tiny_runs import TINY
 
 CODE = '''
@@ -279,10 +280,11 @@ def test_an_environment_that_dies_ends_its_conversations_without_a_reward(
     ("key", "name"), [("tools", "Guess"), ("environment", "add"), ("tools", "nothing"), ("tools", "CONTROL")]
 )
 def test_code_that_is_none_is_refused_before_the_first_step(key: str, name: str, code: Path) -> None:
-    config = CodeConfig(code=f"{code}:{name}")
+    config, before = CodeConfig(code=f"{code}:{name}"), children()
     with pytest.raises(UserError) as caught:
-        ToolBox([config]) if key == "tools" else EnvironmentProcess(config)
+        ToolBox([CodeConfig(code=f"{code}:add"), config]) if key == "tools" else EnvironmentProcess(config)
     assert f"rollout.{key}" in caught.value.message
+    assert children() <= before, "the tools before it have ended as well"
 
 
 def test_functions_are_declared_by_their_signatures(code: Path) -> None:
