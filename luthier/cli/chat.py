@@ -176,7 +176,11 @@ class _Talk:
             case "/tokens":
                 self.show_tokens = not self.show_tokens
             case "/system":
-                self.dialogue.system = rest or None
+                if count := self.dialogue.change_system(rest or None):
+                    said = (
+                        f"{counted(count, 'answer')} before this message: /save keeps such answers from being learned"
+                    )
+                    self._say(said, style="dim")
             case "/save":
                 file = _path(rest) or "conversation.jsonl"
                 self.dialogue.save(Path(file).expanduser())

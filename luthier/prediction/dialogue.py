@@ -123,6 +123,17 @@ class Dialogue:
             num_malformed=whole.num_malformed,
         )
 
+    def change_system(self, text: str | None) -> int:
+        """Set another system message, or none, and say how many answers were given without it. They stay in the history
+        as context: learned, they would teach the model to answer so under a message that it never had."""
+        if text == self.system:
+            return 0
+        self.system = text
+        answered = [n for n, message in enumerate(self.messages) if message.role == "assistant"]
+        for place in answered:
+            self.messages[place] = replace(self.messages[place], train=False)
+        return len(answered)
+
     def take_back(self) -> Message | None:
         """Forget the last question with all that followed it, and give it."""
         place = next((n for n in reversed(range(len(self.messages))) if self.messages[n].role == "user"), None)

@@ -117,6 +117,25 @@ def piped(scripted: Scripted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     return run
 
 
+def test_answers_before_another_system_message_are_saved_as_no_examples_of_it(
+    piped: Piped, scripted: Scripted, says: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted.replies.extend([says(Text(text="North.")), says(Text(text="Arr, south!"))])
+    lines = [
+        "Which way?",
+        "/system Be short.",
+        "/system Talk like a pirate.",
+        "And back?",
+        f"/save {tmp_path}/row.jsonl",
+    ]
+    piped(*lines, options=["--system", "Be short."])
+    assert capsys.readouterr().out.count("1 answer before") == 1, "nothing changes with the message that was there"
+    row = json.loads((tmp_path / "row.jsonl").read_text(encoding="utf-8"))
+    assert row["messages"][0]["content"] == "Talk like a pirate."
+    answers = [one for one in row["messages"] if one["role"] == "assistant"]
+    assert [one.get("train") for one in answers] == [False, None]
+
+
 def test_lines_of_a_pipe_are_answered_one_by_one_behind_the_prompts_of_training(
     piped: Piped, scripted: Scripted, says: Say, capsys: pytest.CaptureFixture[str]
 ) -> None:
