@@ -71,6 +71,8 @@ class _OlderCode:
             return  # no file names its class, or transformers will say that the file is not trusted
         places = {name: told[name] for name in ("revision", "cache_dir") if name in told}
         kind: Any = get_class_from_dynamic_module(reference, config.name_or_path, **places)
+        if kind.config_class is not None:  # transformers reads a file again that lies elsewhere, and has two of a class
+            _fit_config(kind.config_class)
         if isinstance(kind._tied_weights_keys, list):
             embedding = f"{self.family.modules.language[0]}.embed_tokens.weight"
             kind._tied_weights_keys = dict.fromkeys(kind._tied_weights_keys, embedding)

@@ -27,7 +27,7 @@ from luthier.config.choices import QuantizationType
 from luthier.config.inputs import QuantizationConfig
 from luthier.errors import ModelError, first_line
 from luthier.models.routers import router_names
-from luthier.models.submodules import read_past
+from luthier.models.submodules import cast_to, read_past
 from luthier.writing import JsonObject, counted
 
 PACKAGES = {
@@ -81,10 +81,10 @@ def _torchao_config(kind: QuantizationType) -> object:
 
 def kept_modules(model: PreTrainedModel, section: QuantizationConfig, trained: Iterable[str] = ()) -> list[str]:
     """Names of the modules that are not quantized: those that transformers keeps, routers, as a small error there sends
-    a token to other experts, those whose weights the model reads past them, those that the user names, and those that
-    are ``trained`` as a whole."""
+    a token to other experts, those whose weights the model reads past them, those by whose weights it chooses the type
+    of what it gives them, those that the user names, and those that are ``trained`` as a whole."""
     by_transformers = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
-    ours = [*router_names(model), *map(re.escape, (*read_past(model), *section.skip_modules))]
+    ours = [*router_names(model), *map(re.escape, (*read_past(model), *cast_to(model), *section.skip_modules))]
     return list(dict.fromkeys([*by_transformers, *ours, *trained]))
 
 

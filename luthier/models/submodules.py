@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -71,28 +71,53 @@ def read_past(model: nn.Module) -> list[str]:
     and of torch's attention, and the corrections of Gemma 3n. An adapter beside one has no effect, and a quantized
     weight is no matrix to multiply by.
     """
+    return _linear_children(model, _children_read)
+
+
+def cast_to(model: nn.Module) -> list[str]:
+    """Names of the linear layers by whose weight the module that holds one chooses the type of what it gives them: the
+    pixels that SigLIP 2 gives to a quantized layer would be rounded to its integers."""
+    return _linear_children(model, _children_cast_to)
+
+
+def _linear_children(model: nn.Module, named: Callable[[type[nn.Module]], frozenset[str]]) -> list[str]:
     return [
         f"{name}.{child}" if name else child
         for name, module in model.named_modules()
         if any(isinstance(each, nn.Linear) for each in module.children())
-        for child in sorted(_children_read(module.__class__))
+        for child in sorted(named(module.__class__))
         if isinstance(getattr(module, child, None), nn.Linear)
     ]
+
+
+_CAST = re.compile(r"\bself\.(\w+)\.weight\.dtype\b")
+_KNOWS = re.compile(r"is_floating_point|_pre_quantization_dtype|torch\.u?int8")  # that weights may be quantized
+
+
+@lru_cache(maxsize=256)
+def _children_cast_to(kind: type[nn.Module]) -> frozenset[str]:
+    """The attributes whose ``weight.dtype`` a method of a class reads that knows nothing of quantized weights."""
+    return frozenset(child for source in _sources(kind) if not _KNOWS.search(source) for child in _CAST.findall(source))
 
 
 @lru_cache(maxsize=256)
 def _children_read(kind: type[nn.Module]) -> frozenset[str]:
     """The attributes whose ``weight`` the methods of a class take as a value, but for those that set it at first."""
-    found: set[str] = set()
+    lines = [line for source in _sources(kind) for line in source.splitlines()]
+    return frozenset(child for line in lines if "isinstance(" not in line for child in _READ.findall(line))
+
+
+def _sources(kind: type[nn.Module]) -> list[str]:
+    """What the methods of a class are written as, but for those that set weights at first."""
+    found = []
     for each in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for name, method in vars(each).items():
             if inspect.isfunction(method) and not name.lstrip("_").startswith(("init", "reset")):
                 try:
-                    lines = inspect.getsource(method).splitlines()
+                    found.append(inspect.getsource(method))
                 except (OSError, TypeError):  # made without a file
                     continue
-                found.update(*(_READ.findall(line) for line in lines if "isinstance(" not in line))
-    return frozenset(found)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

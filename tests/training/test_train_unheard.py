@@ -24,7 +24,7 @@ from luthier.models.adapter_files import quiet_peft
 from luthier.models.adapter_targets import collapse, left_out
 from luthier.models.adapters import apply_adapter
 from luthier.models.quantized import kept_modules, layers_to_quantize, loading_config
-from luthier.models.submodules import read_past
+from luthier.models.submodules import cast_to, read_past
 from luthier.training.fit import fit_data
 from luthier.training.report.events import Note
 
@@ -125,6 +125,50 @@ def test_such_layers_keep_their_bits(name: str, kind: str, tmp_path: Path) -> No
     with torch.no_grad():
         few, all_bits = (each(input_ids=IDS, labels=IDS, use_cache=False).loss for each in (loaded, model))
     assert float(few) == pytest.approx(float(all_bits), rel=0.2)
+
+
+def lfm2_vl() -> Any:
+    """A model whose tower is SigLIP 2's."""
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = hf.Lfm2Config(**size, num_key_value_heads=2, vocab_size=VOCABULARY, layer_types=["conv", "full_attention"])
+    seen = hf.Siglip2VisionConfig(**size, patch_size=4, num_patches=64)
+    torch.manual_seed(0)
+    return hf.Lfm2VlForConditionalGeneration(hf.Lfm2VlConfig(text_config=text, vision_config=seen)).eval()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_pixels_are_not_rounded_to_the_integers_of_a_quantized_layer(kind: str, tmp_path: Path) -> None:
+    section, model = QuantizationConfig(type=kind), lfm2_vl()
+    assert cast_to(model) == ["model.vision_tower.embeddings.patch_embedding"]
+    model.save_pretrained(tmp_path)
+    how: Any = loading_config(section, torch.float32, kept_modules(model, section))
+    loaded = type(model).from_pretrained(tmp_path, quantization_config=how, dtype=torch.float32).eval()
+    shown = {"pixel_attention_mask": torch.ones(1, 64, dtype=torch.int32), "spatial_shapes": torch.tensor([[8, 8]])}
+    pixels = torch.rand(1, 64, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    with torch.no_grad():
+        few, all_bits = (
+            each.model.vision_tower(pixel_values=pixels, **shown).last_hidden_state.flatten()
+            for each in (loaded, model)
+        )
+    assert torch.nn.functional.cosine_similarity(few, all_bits, dim=0) > 0.95
+
+
+def test_a_class_that_knows_of_quantized_weights_has_its_layers_quantized() -> None:
+    class Knowing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            if (wanted := self.first.weight.dtype).is_floating_point:
+                hidden = hidden.to(wanted)
+            return self.second(self.first(hidden))  # type: ignore[no-any-return]
+
+    class Unknowing(Knowing):
+        def cast(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden.to(self.second.weight.dtype)
+
+    assert (cast_to(Knowing()), cast_to(Unknowing())) == ([], ["second"])
 
 
 # ------------------------------------------------------------------------------------------------------ experts
