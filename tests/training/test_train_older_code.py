@@ -64,7 +64,7 @@ def _pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def config_of(folder: Path, tmp_path: Path, rows: list[dict[str, Any]], **changes: Any) -> RunConfig:
     """A run on the folder's own weights, with its code trusted."""
     trusted = {"model__trust_remote_code": True, "model__random_init": False, "data__max_length": 512}
-    return tiny_file_runs.config_of(folder, tmp_path, rows, **trusted, **changes)
+    return tiny_file_runs.config_of(folder, tmp_path, rows, **{**trusted, **changes})
 
 
 def row(names: str, asked: str = "What is it?", answer: Any = None) -> dict[str, Any]:
@@ -207,6 +207,13 @@ def test_a_run_learns_and_its_loss_is_the_class_s_own_however_rows_are_laid_out(
         total += torch.nn.functional.cross_entropy(logits[learned], ids[learned], reduction="sum").item()
         count += len(learned)
     assert first == pytest.approx(dict.fromkeys(first, total / count), rel=1e-5)
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["read", "made"])
+def test_a_quantized_model_learns(folder: Path, tmp_path: Path, made: bool) -> None:
+    changes = {"model__random_init": made, "model__quantization": {"type": "nf4"}, "adapter__type": "lora"}
+    steps = trained(config_of(folder, tmp_path, [row(names) for names in ASKED], **changes)).steps
+    assert steps[-1].loss < steps[0].loss
 
 
 def test_answers_are_what_the_model_draws_and_nothing_that_its_class_makes_of_them(
