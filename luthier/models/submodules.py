@@ -80,7 +80,7 @@ def cast_to(model: nn.Module) -> list[str]:
     return _linear_children(model, _children_cast_to)
 
 
-def _linear_children(model: nn.Module, named: Callable[[type[nn.Module]], frozenset[str]]) -> list[str]:
+def _linear_children(model: nn.Module, named: Callable[..., frozenset[str]]) -> list[str]:
     return [
         f"{name}.{child}" if name else child
         for name, module in model.named_modules()
