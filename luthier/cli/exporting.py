@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from luthier.export.checks import ExportProof
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
+TRUSTED = "model.trust_remote_code=true"
 
 RunToExport = Annotated[
     str | None,
@@ -121,16 +122,16 @@ def export(  # noqa: PLR0913
     [dim]Example[/]   luthier export --check exported
     """
     with reporting(json) as output:
-        _check_arguments(run, check, to)
+        trusted = _check_arguments(run, overrides, check, to)
         from luthier.export.model_folder import ExportOptions, check_export, export_run
 
-        if run is None:
-            assert check is not None
-            found = check_export(check)
+        if check is not None:
+            found = check_export(check, trust_remote_code=trusted)
             _print_proof(output.console, found)
             output.emit({"folder": check, **found.to_json()})
             ok = found.ok
         else:
+            assert run is not None
             said = [
                 *(overrides or ()),
                 *_said(
@@ -163,10 +164,17 @@ def export(  # noqa: PLR0913
         raise typer.Exit(EXIT_UNTRUE)
 
 
-def _check_arguments(run: str | None, check: str | None, to: str | None) -> None:
-    """What does not go together is told before torch is loaded."""
-    if check is not None and (run is not None or to is not None):
-        raise UserError("--check compares an existing folder and exports nothing", hint="remove RUN and --to")
+def _check_arguments(run: str | None, overrides: list[str] | None, check: str | None, to: str | None) -> bool:
+    """Whether the code of a folder that is checked is trusted. What does not go together is told before torch is
+    loaded."""
+    trusted = False
+    if check is not None:
+        keys = [each for each in (run, *(overrides or ())) if each is not None]
+        trusted = keys == [TRUSTED]
+        if to is not None or (keys and not trusted):
+            what = f"--check compares an existing folder and exports nothing; it takes no key but {TRUSTED}"
+            raise UserError(what, hint=f"remove {' '.join([*keys, *(() if to is None else ('--to',))])}")
+        run = None
     if check is None and run is None:
         hint = "name the output.dir of a run that luthier train has finished, or add --check DIR"
         raise UserError("no run is named", hint=hint)
@@ -174,6 +182,7 @@ def _check_arguments(run: str | None, check: str | None, to: str | None) -> None
         if path is not None and not Path(path).expanduser().exists():
             hint = "name the output.dir of a run that luthier train has finished, or a run description"
             raise UserError(f"there is no {path}", hint=hint)
+    return trusted
 
 
 def _give_large_blocks_back() -> None:

@@ -151,9 +151,12 @@ def export_run(
     return Exported(folder=folder, dtype=dtype, proof=proof, notes=tuple(notes))
 
 
-def check_export(folder: str | Path) -> ExportProof:
+def check_export(folder: str | Path, *, trust_remote_code: bool = False) -> ExportProof:
     """Hold an exported folder against its golden cases; what ``luthier export --check`` does. Only the
     folder is needed.
+
+    ``trust_remote_code``: run the code of a model that comes with its own, if all files are those of the export. Where
+    one is not, nothing else is checked.
 
     Raises `UserError` where it has none.
     """
@@ -161,7 +164,7 @@ def check_export(folder: str | Path) -> ExportProof:
     parity = read_parity(place)
     file = next((name for name in sorted(parity.files) if name.endswith(".gguf")), None)
     if file is None:
-        return prove(place, parity)
+        return prove(place, parity, trust_remote_code=trust_remote_code)
     listed = check_result(
         ExportCheck.FILES, f"{counted(len(parity.files), 'file')} by their digests", file_faults(parity, place)
     )

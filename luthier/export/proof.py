@@ -22,7 +22,7 @@ from luthier.check.golden import GoldenContext, GoldenPictures, Parity, Rounding
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines.local import LocalEngine, base_of
-from luthier.errors import RowError, first_line
+from luthier.errors import RowError, UserError, first_line
 from luthier.export import taken_down
 from luthier.export.arithmetic import logprobs_at, why_not_in_float32
 from luthier.export.checks import (
@@ -61,14 +61,20 @@ def prove(
     measured: taken_down.TakenDown | None = None,
     weights: Mapping[str, str] | None = None,
     like: RunConfig | None = None,
+    trust_remote_code: bool = False,
 ) -> ExportProof:
     """Hold a folder against its golden cases. Of an export that was just made, ``measured`` is what the trained model
-    did, ``weights`` the digests of what was merged, and ``like`` the run's description, whose media settings hold."""
+    did, ``weights`` the digests of what was merged, and ``like`` the run's description, whose media settings hold.
+
+    ``trust_remote_code``: code in the folder is run, if all its files are those of the export.
+    """
     results = [] if measured is not None else [_files(folder, parity)]
+    if trust_remote_code and not all(result.ok for result in results):
+        return ExportProof(results=tuple(results))
     results += [_template(folder, parity), _stops(folder, parity), _special_ids(folder, parity)]
     results.append(_dtype(folder, parity))
     try:
-        run = _alone(folder, parity, like)
+        run = _alone(folder, parity, like, trust_remote_code)
         results.append(_tokens(folder, parity, run, measured))
     except Exception as error:  # noqa: BLE001 - of a damaged folder a library raises what it likes
         return ExportProof(results=(*results, check_result(ExportCheck.TOKENS, "the tokenizer alone", [_fault(error)])))
@@ -187,11 +193,15 @@ def _config_ids(folder: Path, parity: Parity) -> Iterator[tuple[str, str]]:
 # Tokens.
 
 
-def _alone(folder: Path, parity: Parity, like: RunConfig | None) -> TrainedRun:
+def _alone(folder: Path, parity: Parity, like: RunConfig | None, trust_remote_code: bool) -> TrainedRun:
     """The folder as a described model that nothing else says anything of."""
     told: JsonObject = {
         "data": {},
-        "model": {"name_or_path": str(folder.resolve()), "dtype": parity.dtype},
+        "model": {
+            "name_or_path": str(folder.resolve()),
+            "dtype": parity.dtype,
+            "trust_remote_code": trust_remote_code,
+        },
         "template": {"kwargs": parity.template_kwargs, "now": parity.template_now or None},
         "train": {"enabled": False},
         "adapter": {"type": "full"},
@@ -452,4 +462,5 @@ def _settings(path: Path) -> JsonObject:
 
 
 def _fault(error: BaseException) -> tuple[str, str]:
-    return type(error).__name__, first_line(error)
+    hint = error.hint if isinstance(error, UserError) else None
+    return type(error).__name__, first_line(error) if hint is None else f"{first_line(error)} ({hint})"

@@ -133,7 +133,8 @@ def plain_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     settings = folder / "tokenizer_config.json"
     has_code = settings.is_file() and "auto_map" in json.loads(settings.read_text(encoding="utf-8"))
     kind = PreTrainedTokenizerFast if has_code else AutoTokenizer
-    loaded: PreTrainedTokenizerBase = kind.from_pretrained(str(folder), local_files_only=True)
+    # said, as transformers would otherwise ask on the terminal whether code of the model beside it may be run
+    loaded: PreTrainedTokenizerBase = kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     return loaded
 
 

@@ -171,5 +171,5 @@ class YoutuVL(Base, GenerationMixin):
                 raise ValueError("tokens and features of images do not match")
             embedded = embedded.masked_scatter(slots[..., None], merged)
         hidden = self.model(embedded, attention_mask, position_ids, past_key_values, **kwargs)
-        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden[:, kept]), past_key_values=past_key_values)
