@@ -15,7 +15,7 @@ import luthier
 from luthier.config.explain import what_is_meant
 from luthier.config.loading import load_config_text, load_draft
 from luthier.config.peers.axolotl import AXOLOTL
-from luthier.config.peers.axolotl_texts import chat_of
+from luthier.config.peers.axolotl_rows import chat_of
 from luthier.config.tree import parse_path
 from luthier.config.words import schema_at
 from luthier.errors import ConfigError

@@ -7,13 +7,14 @@ which a run has one.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from luthier.config.peers import axolotl_texts, named_files, trl_rows
+from luthier.config.peers import named_files, trl_rows
 from luthier.config.peers.translation import Translator, names_of
 from luthier.writing import JsonObject
 
@@ -288,12 +289,10 @@ class _DataSet:
                              "lay them out as messages, with type: chat_template")  # fmt: skip
             return None
         style: Any = table["styles"][known["style"]] if "style" in known else known
-        template = style.get("template")
+        template, patterns = style.get("template"), style.get("patterns", ())
         if "prompt" in style:
-            template = axolotl_texts.chat_of(style["system"], style["prompt"], "{answer}")
-        patterns = style.get("patterns", ())
-        if "prompt" in style:
-            patterns = axolotl_texts.patterns_of(style["system"], style["prompt"], style.get("intro", ""))
+            template = chat_of(style["system"], style["prompt"], "{answer}")
+            patterns = _patterns_of(style["system"], style["prompt"], style.get("intro", ""))
         return RowType(
             patterns=tuple(patterns) if known["format"] in ("alpaca", "prompt_completion") else (),
             format=known["format"], template=template, intro=style.get("intro"),
@@ -340,7 +339,7 @@ class _DataSet:
             intros = [system.replace("{system}", intro or "")] if intro or "{system}" not in system else [system, ""]
             patterns = tuple(first + str(text) for first in intros for text in texts)
         return RowType(
-            format=fmt["format"], template=axolotl_texts.chat_of(system, prompt, answer), intro=intro or None,
+            format=fmt["format"], template=chat_of(system, prompt, answer), intro=intro or None,
             columns=columns, patterns=patterns, reads_system=True,
         )  # fmt: skip
 
@@ -468,3 +467,32 @@ class _DataSet:
                 near = difflib.get_close_matches(key, [name for group in table.values() for name in group], n=1)
                 self._refuse(key, "a data set has no such key", f"did you mean {near[0]}?" if near else "remove it")
         return settings
+
+
+def chat_of(system: str, prompt: str, answer: str) -> str:
+    """A chat template of three patterns with a place for the message each; one that ends in its answer ends in the
+    end-of-sequence token."""
+    pieces = {
+        "system": _pattern(system, "{system}"),
+        "user": _pattern(prompt, "{prompt}"),
+        "assistant": _pattern(answer, "{answer}") + (" ~ eos_token" if answer.endswith("{answer}") else ""),
+    }
+    cases = "".join(f"{{% if m.role == '{role}' %}}{{{{ {text} }}}}{{% endif %}}" for role, text in pieces.items())
+    return f"{{{{ bos_token or '' }}}}{{% for m in messages %}}{cases}{{% endfor %}}"
+
+
+def _patterns_of(system: str, prompt: str, intro: str) -> tuple[str, ...]:
+    """All ways to write what stands before an answer, with and without a system message and an input.
+
+    ``"", "Q: {prompt} A:", "" -> ("Q: {instruction}\\n{input} A:", "Q: {instruction} A:")``
+    """
+    names_system = not intro and system not in ("", "{system}")  # these styles write no system message
+    systems = [system, ""] if names_system else [system.replace("{system}", intro) if intro else ""]
+    asked = ("{instruction}\n{input}", "{instruction}")
+    return tuple(begin + prompt.replace("{prompt}", question) for begin in systems for question in asked)
+
+
+def _pattern(text: str, place: str) -> str:
+    """``"Q: {prompt} A:"`` as an expression of Jinja."""
+    before, _, after = (json.dumps(piece, ensure_ascii=False) for piece in text.partition(place))
+    return f"{before} ~ m.content ~ {after}"
