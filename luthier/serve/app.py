@@ -18,7 +18,7 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.delivered import WeightsTaker
 from luthier.engines.engine import Ids, NewTokens, Session, WeightsName
 from luthier.engines.engine import Request as Question
-from luthier.engines.reward_engine import RewardEngine
+from luthier.engines.local import RewardEngine
 from luthier.errors import UserError
 from luthier.records import Sample
 from luthier.serve.asking import (

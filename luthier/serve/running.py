@@ -20,8 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from luthier.config.choices import LONGEST_SEQUENCE
 from luthier.engines.delivered import WeightsTaker
-from luthier.engines.local import NO_ADAPTER, LocalEngine
-from luthier.engines.reward_engine import RewardEngine
+from luthier.engines.local import NO_ADAPTER, LocalEngine, RewardEngine
 from luthier.errors import UserError
 from luthier.models.adapter_files import load_to_answer
 from luthier.prediction.trained_run import TrainedRun, open_run

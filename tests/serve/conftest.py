@@ -24,7 +24,7 @@ from luthier.config.schema import GenerateConfig, ServeConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines.delivered import WeightsTaker
 from luthier.engines.engine import Finish, NewTokens, OnTokens, Request, Session
-from luthier.engines.reward_engine import RewardEngine
+from luthier.engines.local import RewardEngine
 from luthier.serve.app import AnsweringModel, Served, application
 from luthier.serve.gate import Gate
 from luthier.serve.histories import Histories

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import luthier
-from luthier.engines.reward_engine import RewardEngine
+from luthier.engines.local import RewardEngine
 from luthier.errors import UserError
 from luthier.prediction.trained_run import open_run
 from luthier.presets import dataset_rows

@@ -25,7 +25,7 @@ from luthier.training.generate import Question
 from luthier.training.losses.step_losses import token_settings
 from luthier.training.report.result import RunResult
 from luthier.training.rollouts.answer_groups import BELOW_BAR, NOT_CHOSEN, AnswerChoice, AnswerGroup, Fate, fates
-from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree
+from luthier.training.rollouts.talks import ModelCall, Trajectory, answer_tree
 
 Train = Callable[..., RunResult]
 OWN = {"rollout": ROLLOUT, "data__max_length": 64}

@@ -23,7 +23,7 @@ from luthier.config.rollout import RewardConfig
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.reward_engine import RewardEngine
+from luthier.engines.local import RewardEngine
 from luthier.errors import ConfigError, ModelError
 from luthier.models.adapter_files import quiet_peft
 from luthier.models.adapters import apply_adapter

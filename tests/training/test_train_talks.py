@@ -27,8 +27,7 @@ from luthier.rewards.function_process import EnvironmentProcess, ToolBox
 from luthier.sources import open_sources
 from luthier.sources.source import RowsByAddress
 from luthier.training.rollouts.answer_groups import FOLDER
-from luthier.training.rollouts.talks import CHANGED, MALFORMED, Talks
-from luthier.training.rollouts.trajectories import Trajectory, answer_tree
+from luthier.training.rollouts.talks import CHANGED, MALFORMED, Talks, Trajectory, answer_tree
 from tests.conftest import children
 from tests.training.tiny_runs import TINY
 

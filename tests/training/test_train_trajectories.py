@@ -23,8 +23,8 @@ from luthier.engines.engine import Completion, Finish
 from luthier.presets import tokenizer_folder
 from luthier.records import Address, Conversation, Message, Text, Thinking, ToolCall
 from luthier.rendering.replies.learning import declared
-from luthier.training.rollouts import trajectories
-from luthier.training.rollouts.trajectories import AnswerTree, ModelCall, Trajectory, answer_tree
+from luthier.training.rollouts import talks
+from luthier.training.rollouts.talks import AnswerTree, ModelCall, Trajectory, answer_tree
 from tests.oracles.catalogue import catalogue
 from tests.oracles.vocabulary import encoder_of
 
@@ -89,7 +89,7 @@ CASES = {
 def test_answers_to_one_prompt_stand_side_by_side_as_folding_puts_them(ids: list[list[int]]) -> None:
     answers = [trajectory(sample, (PROMPT, one)) for sample, one in enumerate(ids)]
     quick = tree_of(*answers)
-    with mock.patch.object(trajectories, "_follows", lambda *_: False):
+    with mock.patch.object(talks, "_follows", lambda *_: False):
         folded = tree_of(*answers)
     for name in ("input_ids", "target"):
         np.testing.assert_array_equal(getattr(quick.sample, name), getattr(folded.sample, name))

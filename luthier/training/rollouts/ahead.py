@@ -19,7 +19,7 @@ from luthier.errors import CheckpointError, UserError
 from luthier.training.folder.checkpoint import read_json, taking_over
 from luthier.training.folder.staging import FILES
 from luthier.training.generate import Question
-from luthier.training.rollouts.trajectories import ModelCall, Trajectory
+from luthier.training.rollouts.talks import ModelCall, Trajectory
 from luthier.writing import JsonObject
 
 DrawingNotes = list[tuple[str, int]]

@@ -22,7 +22,7 @@ from luthier.records import Batch, DrawnInStep, Pack, PolicyTargets, Segment, Un
 from luthier.rewards.judging import DrawnAnswer, Judged
 from luthier.sources.formats.turns import message_row
 from luthier.training.generate import Question
-from luthier.training.rollouts.trajectories import AnswerTree, ModelCall, Trajectory, answer_tree
+from luthier.training.rollouts.talks import AnswerTree, ModelCall, Trajectory, answer_tree
 from luthier.writing import JsonObject, write_text
 
 

@@ -36,8 +36,7 @@ from luthier.training.rollouts import ahead, answer_groups
 from luthier.training.rollouts.delivery import Delivery, Snapshot, on_all_ranks
 from luthier.training.rollouts.early_warnings import EarlyWarnings, StepAnswers
 from luthier.training.rollouts.sampler_probes import SamplerProbes
-from luthier.training.rollouts.talks import NoteCount, Talks, draw_number, sampling
-from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree
+from luthier.training.rollouts.talks import ModelCall, NoteCount, Talks, Trajectory, answer_tree, draw_number, sampling
 from luthier.training.streams import ReadsPacks, SparePrompts, World
 from luthier.writing import counted
 

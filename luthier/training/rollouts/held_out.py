@@ -20,8 +20,7 @@ from luthier.sources.source import RowsByAddress
 from luthier.training.generate import Question, wanted
 from luthier.training.report.result import GenerationRecord, GenerationRound
 from luthier.training.rollouts.drawing import Rollouts
-from luthier.training.rollouts.talks import NoteCount, Talks, sampling
-from luthier.training.rollouts.trajectories import ModelCall, Trajectory
+from luthier.training.rollouts.talks import ModelCall, NoteCount, Talks, Trajectory, sampling
 
 REWARD = "reward"
 

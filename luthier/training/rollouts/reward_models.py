@@ -27,7 +27,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.replies import ReplyReader, prompt_of_turns, with_system_message
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.engine import Ids
-from luthier.engines.reward_engine import RewardEngine
+from luthier.engines.local import RewardEngine
 from luthier.errors import ModelError, RowError, SourceError, UserError
 from luthier.models.adapter_files import load_to_answer, merge_first, mutates_base
 from luthier.models.model import (

@@ -27,7 +27,7 @@ from luthier.models.sharding import gather_all
 from luthier.records import Batch
 from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated
 from luthier.training.rollouts.early_warnings import CANARIES, GapWatch
-from luthier.training.rollouts.trajectories import ModelCall, Trajectory, answer_tree
+from luthier.training.rollouts.talks import ModelCall, Trajectory, answer_tree
 from luthier.writing import counted
 
 _ASKED = 16  # answers that a cause is looked for with
