@@ -29,10 +29,9 @@ from luthier.check.golden import GoldenContext, GoldenPrompt, Parity, first_diff
 from luthier.check.verify.server import TokenServer
 from luthier.config.schema import ExportConfig
 from luthier.errors import ModelError, UserError, install_hint
-from luthier.export import pre_tokenizers
+from luthier.export import llama_cpp
 from luthier.export.checks import ExportCheck, ExportProof, ExportResult, HeldContext, check_result, compared, hold
-from luthier.export.llama_server import CONTEXT, llama_server
-from luthier.export.pre_tokenizers import USED, known_name
+from luthier.export.llama_cpp import CONTEXT, USED, known_name, llama_server
 from luthier.export.proof import template_digest
 from luthier.writing import JsonObject, counted, rename
 
@@ -106,7 +105,7 @@ def convert(folder: Path, target: Path, section: ExportConfig, converter: Path) 
     command = [sys.executable, script, *arguments]
     if name is not None:
         when = "unknown" if section.pre_tokenizer is None else "always"
-        command = [sys.executable, "-m", pre_tokenizers.__name__, script, name, when, *arguments]
+        command = [sys.executable, "-m", llama_cpp.__name__, "convert", script, name, when, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_TIMEOUT, check=False)
     except subprocess.TimeoutExpired as error:

@@ -25,7 +25,7 @@ from luthier.engines.local import LocalEngine, base_of
 from luthier.errors import ModelError, UserError, install_hint
 from luthier.export import gguf, taken_down
 from luthier.export.checks import ExportCheck, ExportProof, bound_of, check_result
-from luthier.export.pre_tokenizers import PROBE
+from luthier.export.llama_cpp import PROBE
 from luthier.export.proof import prove, template_digest, weight_digests
 from luthier.export.quantizing import (
     NEED_DATA,

@@ -31,7 +31,6 @@ from luthier.media.families.family import Attention
 from luthier.models import batch_invariance, older_code
 from luthier.models.adapter_files import mutates_base
 from luthier.models.attention import SEGMENTS, register_attention
-from luthier.models.buffers import restore_buffers
 from luthier.models.quantized import (
     ask_for_trainable,
     check_stored,
@@ -130,7 +129,7 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
 
 def _mend(model: PreTrainedModel) -> None:
     """What models of some families need before they compute a batch as its rows alone; then training mode."""
-    restore_buffers(model)
+    older_code.restore_buffers(model)
     batch_invariance.hook(model)
     settle(model)
     model.train()

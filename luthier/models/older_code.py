@@ -1,9 +1,10 @@
-"""Code that comes with a model's files and was written for transformers 4: transformers 5 loads it as it is.
+"""Code that comes with a model's files, which transformers 5 loads as it is.
 
-Only for families whose row says so (`Family.older_code`). What such code imports and transformers 5 has no more is
-there while it is loaded; what it reads of its config, or says of its classes, in the form of version 4 is put into that
-of version 5, on the classes of these files. The buffers that it computes when it is made are set again by
-`models.buffers`.
+What was written for transformers 4 is helped where a family's row says so (`Family.older_code`). What such code imports
+and transformers 5 has no more is there while it is loaded; what it reads of its config, or says of its classes, in the
+form of version 4 is put into that of version 5, on the classes of these files.
+
+Of all such code, values that a model computes when it is made and keeps in no file are set again (`restore_buffers`).
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from transformers import PretrainedConfig, PreTrainedModel, masking_utils
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from luthier.errors import ModelError
 from luthier.media.families.family import Family
 from luthier.models.submodules import families_of
 
@@ -131,3 +135,30 @@ def _usual_frequencies(
     size = int(size * getattr(config, "partial_rotary_factor", 1.0))
     exponents = torch.arange(0, size, 2, dtype=torch.int64).to(device=device, dtype=torch.float) / size
     return 1.0 / config.rope_theta**exponents, 1.0
+
+
+def restore_buffers(model: PreTrainedModel) -> int:
+    """Set the buffers that no file has (positions of patches are an example), of a model whose class is not
+    transformers' own, as its class computes them; returns how many there are.
+
+    transformers makes a model without memory, reads its weights, and leaves such buffers unset (`torch.empty`), for the
+    class to set them once more in its ``_init_weights``. Its own classes do. A class that comes with a model's files
+    was mostly written when buffers were left alone, and would compute with what happens to be in memory. The model is
+    made a second time for it, with buffers alone in memory.
+
+    Raises `ModelError` for a buffer that the class then does not compute, or not in that size.
+    """
+    unsaved = dict(model.named_non_persistent_buffers())
+    if type(model).__module__.startswith("transformers.") or not unsaved:
+        return 0
+    with older_names(model.config), torch.random.fork_rng(), init_empty_weights(include_buffers=False):
+        made = dict(type(model)(deepcopy(model.config)).named_buffers())
+    for name, buffer in unsaved.items():
+        value = made.get(name)
+        if value is None or value.is_meta or value.shape != buffer.shape:
+            raise ModelError(
+                f"{type(model).__name__} does not compute its buffer {name!r} when it is made, and no file has it",
+                hint="save it with the weights (persistent=True), or set it in the class's _init_weights",
+            )
+        buffer.copy_(value)
+    return len(unsaved)

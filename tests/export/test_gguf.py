@@ -28,8 +28,7 @@ from luthier.errors import ModelError, UserError
 from luthier.export import gguf, taken_down
 from luthier.export.checks import BOUNDS
 from luthier.export.gguf import GGUF_BOUNDS, convert, converter_folder, prove_gguf
-from luthier.export.llama_server import llama_server
-from luthier.export.pre_tokenizers import PROBE, known_name
+from luthier.export.llama_cpp import PROBE, known_name, llama_server
 from luthier.export.proof import template_digest
 from luthier.prediction.trained_run import open_run
 from luthier.presets import model_folder, tokenizer_folder

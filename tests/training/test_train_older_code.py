@@ -22,9 +22,8 @@ from luthier.errors import ModelError, RowError
 from luthier.media.geometry.pictures import fit_in_steps
 from luthier.media.processors.processor import MediaProcessor
 from luthier.models.batch_invariance import hook
-from luthier.models.buffers import restore_buffers
 from luthier.models.model import check_choices, reward_class
-from luthier.models.older_code import in_older_code
+from luthier.models.older_code import in_older_code, restore_buffers
 from luthier.models.submodules import find_parts
 from luthier.prediction.predicting import PredictOptions, predict
 from luthier.records import ImageHeader, Sample

@@ -1,10 +1,12 @@
-"""Names that llama.cpp has for the ways in which tokenizers cut texts into words, and its converter with such a name.
+"""What llama.cpp does in processes of its own: its server, and its converter with a name for a tokenizer.
 
-The converter knows a tokenizer by the ids of one fixed text, so it knows no vocabulary of one's own. The name that it
-asks for only says how texts are cut before the vocabulary is used, and that stands in ``tokenizer.json``.
+Run as a program, ``python -m luthier.export.llama_cpp``, this module is either of them:
 
-Run as a program it is the converter, whose files stay as they are:
-``python -m luthier.export.pre_tokenizers CONVERTER NAME always|unknown ARGUMENTS …``.
+    serve MODEL.gguf FILE                              the server, which a broken file may bring down without anybody
+                                                       else. It writes its address to FILE, as what it prints may stand
+                                                       within a line of llama.cpp's, and ends when its standard input
+                                                       does, so it does not outlive the process that started it.
+    convert CONVERTER NAME always|unknown ARGUMENTS …  the converter, whose files stay as they are
 """
 
 from __future__ import annotations
@@ -12,11 +14,72 @@ from __future__ import annotations
 import importlib
 import json
 import runpy
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from luthier.writing import JsonObject
+from luthier.errors import ModelError
+from luthier.writing import JsonObject, write_text
+
+READY_IN = 600.0  # seconds until it listens: a large model is read from disk first
+CONTEXT = 8192  # tokens of the longest golden case and more
+
+
+@contextmanager
+def llama_server(model: Path) -> Iterator[str]:
+    """The address of a server of a model file, ended with the block. Raises `ModelError` if none comes up."""
+    with tempfile.TemporaryDirectory() as folder:
+        address, log = Path(folder) / "address", Path(folder) / "log"
+        command = [sys.executable, "-m", __name__, "serve", str(model), str(address)]
+        with (
+            log.open("wb") as said,
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=subprocess.STDOUT) as server,
+        ):
+            try:
+                yield _address(server, address, log)
+            finally:
+                server.kill()
+
+
+def _address(server: subprocess.Popen[bytes], address: Path, log: Path) -> str:
+    until = time.monotonic() + READY_IN
+    while time.monotonic() < until:
+        if address.exists():
+            return address.read_text(encoding="utf-8")
+        if server.poll() is not None:
+            break
+        time.sleep(0.05)
+    said = log.read_text(encoding="utf-8", errors="replace")
+    errors = [line.strip() for line in said.splitlines() if "error" in line.lower()]
+    raise ModelError(
+        f"llama.cpp does not load the file: {(errors or said.strip().splitlines() or ['no word'])[-1][:300]}"
+    )
+
+
+def _serve(model: str, address: str) -> None:
+    xllamacpp: Any = importlib.import_module("xllamacpp")
+    params = xllamacpp.CommonParams()
+    params.model.path = model
+    params.hostnames, params.port = ["127.0.0.1"], 0
+    params.n_ctx, params.n_parallel = CONTEXT, 1
+    params.warmup, params.use_jinja = False, True
+    # what is proven is the file: earlier tokens are remembered in float32, as the trained model does, not in float16
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server = xllamacpp.Server(params)
+    write_text(Path(address), server.listening_address)
+    sys.stdin.buffer.read()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Names that llama.cpp has for the ways in which tokenizers cut texts into words. Its converter knows a tokenizer by the
+# ids of one fixed text, so it knows no vocabulary of one's own. The name that it asks for only says how texts are cut
+# before the vocabulary is used, and that stands in ``tokenizer.json``.
 
 USED = "PRE-TOKENIZER"  # what the program prints where the name was needed
 _ENDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -110,4 +173,8 @@ def _convert(script: str, name: str, always: bool, arguments: list[str]) -> None
 
 
 if __name__ == "__main__":
-    _convert(sys.argv[1], sys.argv[2], sys.argv[3] == "always", sys.argv[4:])
+    match sys.argv[1:]:
+        case ["serve", model, address]:
+            _serve(model, address)
+        case ["convert", script, name, when, *arguments]:
+            _convert(script, name, when == "always", arguments)
