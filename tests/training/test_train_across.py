@@ -124,7 +124,9 @@ def test_a_run_learns_with_and_without_an_adapter_and_its_loss_is_the_class_s_ow
 
 
 def test_verify_renders_and_expands_each_row_again(folder: Path, tmp_path: Path) -> None:
-    rows = [*map(row, ASKED), row("a", asked="an <|image_pad|>?")]
+    # of which the class replaces the second, and has no token for it
+    own_text = [row("a", asked="an <|image_pad|>?"), row("bc", asked="an <|image|>?"), row("", asked="<|image|>")]
+    rows = [*map(row, ASKED), *own_text, {"messages": [*row("a")["messages"], *row("b", "a <|image|>")["messages"]]}]
     report = verify(config_of(folder, tmp_path, rows))
     assert report.ok and report.ledger.prepared == len(rows)
 

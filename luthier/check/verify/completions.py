@@ -365,21 +365,27 @@ class NeutralRow:
 
 
 def neutralise(
-    row: Conversation, template: PlainTemplate, tokenizer: ReferenceTokenizer, *, meant: frozenset[str]
+    row: Conversation,
+    template: PlainTemplate,
+    tokenizer: ReferenceTokenizer,
+    *,
+    meant: frozenset[str],
+    placeholders: frozenset[str] = frozenset(),
 ) -> NeutralRow:
     """The conversation with its control strings replaced, as far as the template does not read them itself.
 
-    Those in ``meant`` are left in place: the run says that they are control tokens in a row's own text too.
+    Those in ``meant`` are left in place: the run says that they are control tokens in a row's own text too. Replaced
+    are ``placeholders``, too: what a template prints for media, where the model has no token for it.
     """
-    messages, tools = row.messages, row.tools
-    merged = tuple(_with_one_text(message) for message in messages)
-    spots = _spots(merged, tools, tokenizer, meant)
-    found = Counter({token: 0 for _, _, token in spots})
+    tools, merged = row.tools, tuple(_with_one_text(message) for message in row.messages)
+    spots = _spots(merged, tools, tokenizer, meant, placeholders)
+    found: Counter[str] = Counter()
     for (_, _, token), times in spots.items():
-        found[token] += times
+        if token not in placeholders:
+            found[token] += times
     if not spots:
         return NeutralRow(messages=merged, tools=tools, words={}, method=Method.WHOLE, found={})
-    words = _neutral_words(sorted(found), merged, tools, template)
+    words = _neutral_words(sorted({token for _, _, token in spots}), merged, tools, template)
     originals = {len(merged): template.render(merged, tools)}
     for at in {at for at, _, _ in spots if at != TOOLS and merged[at].role == "assistant"}:
         if (text := _rendered(template, merged[: at + 1], tools)) is not None:
@@ -435,15 +441,23 @@ def _rendered(template: PlainTemplate, messages: Sequence[Message], tools: Tools
 
 
 def _spots(
-    messages: Sequence[Message], tools: Tools, tokenizer: ReferenceTokenizer, meant: frozenset[str]
+    messages: Sequence[Message],
+    tools: Tools,
+    tokenizer: ReferenceTokenizer,
+    meant: frozenset[str],
+    placeholders: frozenset[str],
 ) -> Counter[Spot]:
     declared: list[str] = []
     for tool in tools:
         changed_leaves(tool, _collector(declared))
     texts = {TOOLS: declared, **{at: strings_of(message) for at, message in enumerate(messages)}}
     strings = ((at, number, text) for at, said in texts.items() for number, text in enumerate(said))
-    found = ((at, number, token) for at, number, text in strings for token in tokenizer.control_strings(text))
+    found = [(at, number, token) for at, number, text in strings for token in _special(text, tokenizer, placeholders)]
     return Counter(spot for spot in found if spot[2] not in meant)
+
+
+def _special(text: str, tokenizer: ReferenceTokenizer, placeholders: frozenset[str]) -> list[str]:
+    return [*tokenizer.control_strings(text), *(token for token in placeholders for _ in range(text.count(token)))]
 
 
 def _neutral_words(

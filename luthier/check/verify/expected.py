@@ -133,7 +133,8 @@ def expected_row(
     policy = row_policy(row, own_template, run_policy)
     row = as_rendered(row, own_template, run_policy)
     meant = tokenizer.files.control if row.rendered else run_policy.allowed
-    neutral = neutralise(row, own_template, tokenizer, meant=meant)
+    printed = _placeholders(row, tokenizer, reader)
+    neutral = neutralise(row, own_template, tokenizer, meant=meant, placeholders=printed)
     media = None if reader is None else _read_media(row, neutral, own_template, reader)
     printer: Printer = own_template if media is None else ExpandedTemplate(own_template, media)
     whole_text = printer.render(neutral.messages, neutral.tools)
@@ -191,11 +192,19 @@ def expected_prompt(
     Raises `RowError` as `expected_row` does."""
     row = as_rendered(row, own_template, run_policy)
     meant = tokenizer.files.control if row.rendered else run_policy.allowed
-    neutral = neutralise(row, own_template, tokenizer, meant=meant)
+    printed = _placeholders(row, tokenizer, reader)
+    neutral = neutralise(row, own_template, tokenizer, meant=meant, placeholders=printed)
     media = None if reader is None else _read_media(row, neutral, own_template, reader)
     printer: Printer = own_template if media is None else ExpandedTemplate(own_template, media)
     prompt = RenderedCase(printer, tokenizer, neutral, "").prompt(len(neutral.messages))
     return tokenizer.encode(neutral.readable([prompt], tokenizer), forged=neutral.forged)[0], neutral
+
+
+def _placeholders(row: Conversation, tokenizer: ReferenceTokenizer, reader: MediaReader | None) -> frozenset[str]:
+    """What stands for the media of a row in what the template prints, where it is no control token."""
+    if reader is None or not media_of_messages(row.messages):
+        return frozenset()
+    return frozenset(reader.slots.tokens.values()) - tokenizer.files.control
 
 
 def _read_media(
