@@ -18,18 +18,9 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from luthier.collation import MediaInputs
 from luthier.encoding.tokenizer import Tokenizer
+from luthier.engines import next_tokens
 from luthier.engines.engine import Ids, NewTokens, Refusal, Request
 from luthier.engines.joined import JoinedCache, read_prompts
-from luthier.engines.next_tokens import (
-    USUAL_ROUNDING,
-    Alone,
-    BatchRow,
-    Choosing,
-    Follower,
-    Stopping,
-    advance,
-    has_stop_string,
-)
 from luthier.errors import ModelError, RowError
 from luthier.models.submodules import plain_model
 from luthier.writing import counted
@@ -79,7 +70,7 @@ class Answerer:
         return self.media.features(request.media)
 
     @cached_property
-    def alone(self) -> Alone | None:
+    def alone(self) -> next_tokens.Alone | None:
         """What decides close draws: the scores behind a row by itself, without a cache.
 
         None for a model in 16 bits, whose rounding would make one draw in ten close, and for one that reads media: such
@@ -90,7 +81,7 @@ class Answerer:
         if self.media is not None or narrow or model.dtype not in (torch.float32, torch.float64):
             return None
         seen = 0.0 if self.joins else self._rounding_seen()
-        return Alone(scores=self._scores_alone, rounding=max(USUAL_ROUNDING, MANY_TIMES * seen))
+        return next_tokens.Alone(scores=self._scores_alone, rounding=max(next_tokens.USUAL_ROUNDING, MANY_TIMES * seen))
 
     def _rounding_seen(self) -> float:
         """The largest difference between scores of a batch, token by token, and of its rows alone: on a trial. Models
@@ -112,7 +103,7 @@ class Answerer:
                 most = max(most, float((scores_BV[number] - alone_V).abs().max()))
         return most
 
-    def _scores_alone(self, row: BatchRow) -> torch.Tensor:
+    def _scores_alone(self, row: next_tokens.BatchRow) -> torch.Tensor:
         ids = np.concatenate([row.request.prompt, np.array(row.ids, np.int32)])
         inputs, _ = self.inputs([ids], [row.features])
         last = {"logits_to_keep": 1} if self.joins else {}
@@ -153,7 +144,7 @@ class _WaitingRequest:
     ``cache``, with the scores behind it."""
 
     request: Request
-    follower: Follower | None
+    follower: next_tokens.Follower | None
     begun: int = 0
     features: Mapping[str, object] | None = None
     cache: Cache | None = None
@@ -166,12 +157,12 @@ class _WaitingRequest:
         cancelled = self.follower is not None and self.follower.cancelled
         return 0 if self.refused or cancelled else self.request.num_samples - self.begun
 
-    def begin(self) -> BatchRow:
+    def begin(self) -> next_tokens.BatchRow:
         """Its next sample."""
         assert self.features is not None
         self.begun += 1
         sample = self.request.first_sample + self.begun - 1
-        return BatchRow(request=self.request, sample=sample, features=self.features, follower=self.follower)
+        return next_tokens.BatchRow(request=self.request, sample=sample, features=self.features, follower=self.follower)
 
 
 class Answering:
@@ -185,17 +176,17 @@ class Answering:
     def __init__(self, answerer: Answerer) -> None:
         self.answerer = answerer
         self.waiting: deque[_WaitingRequest] = deque()
-        self.rows: list[BatchRow] = []
+        self.rows: list[next_tokens.BatchRow] = []
         self._beginning: list[tuple[_WaitingRequest, int]] = []
         self.joined = JoinedCache()
-        self.ended: deque[BatchRow | Refusal] = deque()
+        self.ended: deque[next_tokens.BatchRow | Refusal] = deque()
 
     @property
     def busy(self) -> bool:
         """Whether there is something left to do."""
         return bool(self.waiting or self.rows)
 
-    def add(self, request: Request, follower: Follower | None = None) -> None:
+    def add(self, request: Request, follower: next_tokens.Follower | None = None) -> None:
         """A request to be answered behind those that wait."""
         self.waiting.append(_WaitingRequest(request=request, follower=follower))
 
@@ -204,7 +195,7 @@ class Answering:
         self._forget()
         if self.rows:
             scores_BV = self.joined.read(self.answerer.model, [row.ids[-1] for row in self.rows])
-            advance(self.rows, scores_BV, self.answerer.tokenizer, self.answerer.alone)
+            next_tokens.advance(self.rows, scores_BV, self.answerer.tokenizer, self.answerer.alone)
             self._forget()
         self._begin()
 
@@ -228,7 +219,7 @@ class Answering:
                 if number < len(self.rows):
                     self.rows[number] = last
 
-    def _tell_end(self, row: BatchRow) -> None:
+    def _tell_end(self, row: next_tokens.BatchRow) -> None:
         if row.follower is None:
             self.ended.append(row)
 
@@ -283,7 +274,7 @@ class Answering:
                 asked.cache, asked.row, asked.scores_V = cache, number, scores_BV[number]
         rows = [(asked, asked.begin()) for asked, count in chosen for _ in range(count)]
         scores_BV = torch.stack([asked.scores_V for asked, _ in rows if asked.scores_V is not None])
-        advance([row for _, row in rows], scores_BV, self.answerer.tokenizer, self.answerer.alone)
+        next_tokens.advance([row for _, row in rows], scores_BV, self.answerer.tokenizer, self.answerer.alone)
         joining = []
         for asked, row in rows:
             if row.ended:  # asked once: another thread may cancel the request at any time
@@ -294,7 +285,7 @@ class Answering:
                 self.rows.append(row)
         self.joined.join(joining)
 
-    def _answer_whole(self, rows: list[BatchRow]) -> None:
+    def _answer_whole(self, rows: list[next_tokens.BatchRow]) -> None:
         """A batch from its beginning to its end."""
         answerer = self.answerer
         inputs, _ = answerer.inputs([row.request.prompt for row in rows], [row.features for row in rows])
@@ -307,8 +298,8 @@ class Answering:
         answerer.model.generate(
             **inputs,
             generation_config=how,
-            logits_processor=[Choosing(rows, answerer.tokenizer, answerer.alone)],
-            stopping_criteria=[Stopping(rows)],
+            logits_processor=[next_tokens.Choosing(rows, answerer.tokenizer, answerer.alone)],
+            stopping_criteria=[next_tokens.Stopping(rows)],
         )
         for row in rows:
             if not row.ended:
@@ -353,9 +344,9 @@ def _portions(asked: Sequence[_WaitingRequest]) -> Iterator[list[_WaitingRequest
         yield portion
 
 
-def _up_to_its_end(row: BatchRow, found: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+def _up_to_its_end(row: next_tokens.BatchRow, found: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     """What a search has found, without the padding behind it."""
-    probe = BatchRow(request=row.request, sample=row.sample, features={}, follower=None)
+    probe = next_tokens.BatchRow(request=row.request, sample=row.sample, features={}, follower=None)
     for token in found:
         probe.add(token, 0.0, ([], []), tokenizer)
         if probe.ended:
@@ -366,16 +357,16 @@ def _up_to_its_end(row: BatchRow, found: Sequence[int], tokenizer: Tokenizer) ->
 class _AnyString:
     """Ends each beam in which a stop string is complete."""
 
-    def __init__(self, row: BatchRow, width: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, row: next_tokens.BatchRow, width: int, tokenizer: Tokenizer) -> None:
         self.strings, self.width, self.tokenizer = row.settings.stop_strings, width, tokenizer
 
     def __call__(self, ids_BT: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
         new_BT = ids_BT[:, self.width :].tolist()
-        ended = [has_stop_string(new_T, self.strings, self.tokenizer) for new_T in new_BT]
+        ended = [next_tokens.has_stop_string(new_T, self.strings, self.tokenizer) for new_T in new_BT]
         return torch.tensor(ended, device=ids_BT.device)
 
 
-def _beam_search(row: BatchRow, stops: Sequence[int], tokenizer: Tokenizer) -> GenerationConfig:
+def _beam_search(row: next_tokens.BatchRow, stops: Sequence[int], tokenizer: Tokenizer) -> GenerationConfig:
     """Every value that matters is said, as those that are not are filled in by transformers (top_k 50)."""
     told = row.settings
     of_sampling: dict[str, object] = {}

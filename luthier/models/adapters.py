@@ -17,17 +17,8 @@ from luthier.config.adapters import FROM_BASE_AND_ROWS
 from luthier.config.choices import AdapterType, ModelPart
 from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
+from luthier.models import adapter_targets
 from luthier.models.adapter_files import continue_adapter, quiet_peft, task_of
-from luthier.models.adapter_targets import (
-    adapt_experts,
-    check_some_targeted,
-    collapse,
-    excluded,
-    frozen_routers,
-    inside,
-    is_whole,
-    targeted,
-)
 from luthier.models.model import REWARD_HEAD
 from luthier.models.quantized import num_packed, num_weights
 from luthier.models.submodules import ModelParts, evaluating, find_parts
@@ -54,7 +45,7 @@ def apply_adapter(
     where an adapter to go on from is of another type.
     """
     parts = find_parts(model) if parts is None else parts
-    routers = [] if section.train_routers else frozen_routers(model)
+    routers = [] if section.train_routers else adapter_targets.frozen_routers(model)
     match section.type:
         case AdapterType.FULL | AdapterType.FREEZE | AdapterType.LLAMA_PRO:
             if section.type is AdapterType.FREEZE:
@@ -105,7 +96,7 @@ def adapter_facts(model: nn.Module) -> dict[str, object]:
             found[name] = sorted(said) if isinstance(said, set) else said
     for name in ("target_modules", "target_parameters"):
         if isinstance(found.get(name), list):
-            found[name] = collapse(found[name])
+            found[name] = adapter_targets.collapse(found[name])
     first = {name: found.pop(name) for name in _TOLD_FIRST if name in found}
     return {**first, **dict(sorted(found.items()))}
 
@@ -155,9 +146,11 @@ def _freeze(model: PreTrainedModel, section: AdapterConfig) -> None:
         for layer in last:
             layer.requires_grad_(True)
     for pattern in section.freeze_trainable_modules:
-        matched = [p for name, p in model.named_parameters(remove_duplicate=False) if is_whole(name, pattern)]
+        matched = [
+            p for name, p in model.named_parameters(remove_duplicate=False) if adapter_targets.is_whole(name, pattern)
+        ]
         if not matched:
-            names = ", ".join(collapse(name for name, _ in model.named_parameters()))
+            names = ", ".join(adapter_targets.collapse(name for name, _ in model.named_parameters()))
             what = f"adapter.freeze_trainable_modules: no parameter matches {pattern!r}"
             raise ModelError(what, hint=f"there are {names}")
         for parameter in matched:
@@ -172,7 +165,7 @@ def _freeze(model: PreTrainedModel, section: AdapterConfig) -> None:
 def tied_by_name(model: nn.Module, patterns: Iterable[str]) -> dict[str, str]:
     """Names by which patterns mean a weight that has another, its first: ``lm_head.weight`` of a tied model."""
     weights = dict(model.named_parameters(remove_duplicate=False))
-    named = [name for name in weights if any(is_whole(name, pattern) for pattern in patterns)]
+    named = [name for name in weights if any(adapter_targets.is_whole(name, pattern) for pattern in patterns)]
     first = {id(weight): name for name, weight in model.named_parameters()}
     return {name: other for name in named if (other := first[id(weights[name])]) not in named}
 
@@ -269,32 +262,32 @@ def _first_logits(model: PreTrainedModel) -> torch.Tensor | None:
 def _new_adapter(
     model: PreTrainedModel, section: AdapterConfig, parts: ModelParts, new_ids: Sequence[int]
 ) -> PeftModel:
-    targets = targeted(model, section, parts)
+    targets = adapter_targets.targeted(model, section, parts)
     modules = [name for name, _ in model.named_modules() if name]
     for wanted in section.modules_to_save:
         if not any(name == wanted or name.endswith("." + wanted) for name in modules):
             raise ModelError(
                 f"adapter.modules_to_save: the model has no module {wanted!r}",
-                hint=f"there are {', '.join(collapse(modules))}",
+                hint=f"there are {', '.join(adapter_targets.collapse(modules))}",
             )
-    check_some_targeted(model, section, parts)
+    adapter_targets.check_some_targeted(model, section, parts)
     common: dict[str, object] = {
         "task_type": task_of(model),
         "target_modules": targets,
         "modules_to_save": list(section.modules_to_save) or None,
-        "exclude_modules": excluded(model, section, parts),
+        "exclude_modules": adapter_targets.excluded(model, section, parts),
     }
     match section.type:
         case AdapterType.OFT:
             settings: PeftConfig = OFTConfig(r=0, oft_block_size=section.oft_block_size, **common)
         case AdapterType.VERA:
             if (outside := common.pop("exclude_modules")) is not None:  # it can only be told what to adapt
-                common["target_modules"] = inside(model, targets, str(outside))
+                common["target_modules"] = adapter_targets.inside(model, targets, str(outside))
             settings = VeraConfig(r=section.r, vera_dropout=section.lora_dropout, **common)
         case _:
             rows = _trainable_rows(model, section, targets, new_ids) or None
             settings = _lora_config(model, section, trainable_token_indices=rows, **common)
-            adapt_experts(settings, model, section, parts)
+            adapter_targets.adapt_experts(settings, model, section, parts)
     try:
         with quiet_peft():
             adapted = get_peft_model(model, settings)
@@ -323,7 +316,7 @@ def _lora_config(model: PreTrainedModel, section: AdapterConfig, **common: objec
         if not any(name == wanted or name.endswith(f".{wanted}") for name in names):
             raise ModelError(
                 f"adapter.target_parameters: the model has no parameter {wanted!r}",
-                hint=f"there are {', '.join(collapse(names))}",
+                hint=f"there are {', '.join(adapter_targets.collapse(names))}",
             )
     return LoraConfig(
         r=section.r,
@@ -354,7 +347,7 @@ def _check_patterns(adapted: PeftModel, section: AdapterConfig) -> None:
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
                 raise ModelError(
                     f"adapter.{key}: no module that is adapted has a name that ends with {pattern!r}",
-                    hint=f"there are {', '.join(collapse(names))}",
+                    hint=f"there are {', '.join(adapter_targets.collapse(names))}",
                 )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from luthier import records
 from luthier.config.inputs import SourceConfig
 from luthier.config.schema import ServeConfig
 from luthier.encoding.encoder import Encoder, encode_rows
@@ -19,18 +20,6 @@ from luthier.encoding.measuring import Measurer
 from luthier.engines.engine import Ids
 from luthier.errors import RowError, TemplateError
 from luthier.media import MediaAccess, decoder_of
-from luthier.records import (
-    Address,
-    Conversation,
-    ImageHeader,
-    Preference,
-    Rendered,
-    Sample,
-    Segment,
-    Text,
-    TextPiece,
-    VideoHeader,
-)
 from luthier.rendering.render import Renderer
 from luthier.serve import wire
 from luthier.sources import RawRow, RowReader
@@ -65,7 +54,7 @@ class Histories:
         tools: Sequence[Mapping[str, object]] | None,
         kwargs: Mapping[str, object] | None,
         check: CheckLength = any_length,
-    ) -> Sample:
+    ) -> records.Sample:
         """The generation prompt of a history. ``check`` is asked as soon as it is known that a prompt has so many
         tokens at least, which takes less time than to encode it. Raises `RefusedRequest`, and what ``check`` raises."""
         return self._sample(as_prompt(self._record(messages, tools)), kwargs, check)
@@ -76,7 +65,7 @@ class Histories:
         tools: Sequence[Mapping[str, object]] | None,
         kwargs: Mapping[str, object] | None,
         check: CheckLength = any_length,
-    ) -> Segment:
+    ) -> records.Segment:
         """A conversation that ends with an answer, as training shows it to a reward model: the better one of a pair.
         ``check`` is as in `of_messages`. Raises `RefusedRequest`."""
         record = self._record(messages, tools)
@@ -84,13 +73,15 @@ class Histories:
         if last.role != "assistant" or not history:
             what = "a conversation ends with the assistant's answer that is to be judged"
             raise wire.RefusedRequest(400, what, code="not_supported", param="messages")
-        other = replace(last, parts=(*last.parts, Text(text="?")))  # a pair needs two, and only the first is looked at
-        pair = Preference(prompt=tuple(history), chosen=(last,), rejected=(other,), tools=record.tools)
+        other = replace(
+            last, parts=(*last.parts, records.Text(text="?"))
+        )  # a pair needs two, and only the first is looked at
+        pair = records.Preference(prompt=tuple(history), chosen=(last,), rejected=(other,), tools=record.tools)
         return self._sample(pair, kwargs, check).segments()[0]
 
     def _record(
         self, messages: Sequence[wire.MessageBody], tools: Sequence[Mapping[str, object]] | None
-    ) -> Conversation:
+    ) -> records.Conversation:
         items = sum(
             not isinstance(part, wire.TextPart)
             for message in messages
@@ -107,15 +98,15 @@ class Histories:
         if tools:
             data["tools"] = list(tools)
         try:
-            record = self._reader.convert(RawRow(raw=b"", data=data, address=Address(file=REQUEST, row=1)))
+            record = self._reader.convert(RawRow(raw=b"", data=data, address=records.Address(file=REQUEST, row=1)))
         except RowError as error:
             raise wire.of_row(error) from None
-        assert isinstance(record, Conversation), "messages make a conversation"
+        assert isinstance(record, records.Conversation), "messages make a conversation"
         return record
 
     def _sample(
-        self, record: Conversation | Preference, kwargs: Mapping[str, object] | None, check: CheckLength
-    ) -> Sample:
+        self, record: records.Conversation | records.Preference, kwargs: Mapping[str, object] | None, check: CheckLength
+    ) -> records.Sample:
         renderer = self._renderer(kwargs or {})
         try:
             if check is not any_length:
@@ -130,10 +121,10 @@ class Histories:
         self._check_pixels(outcome)
         return outcome
 
-    def _fewest(self, rendered: Rendered) -> int:
+    def _fewest(self, rendered: records.Rendered) -> int:
         """How many tokens what is rendered has at least; of a pair, its better side."""
         pieces = rendered.paths[0]
-        text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+        text = "".join(piece.text for piece in pieces if isinstance(piece, records.TextPiece))
         return self.encoder.tokenizer.fewest_tokens(text)
 
     def of_text(self, text: str, *, opened: bool = True, check: CheckLength = any_length) -> Ids:
@@ -212,9 +203,11 @@ class Histories:
                 what = f"the variable {name[:80]!r} holds a control token"
                 raise wire.RefusedRequest(400, what, code="control_in_text", param=param)
 
-    def _check_pixels(self, sample: Sample) -> None:
+    def _check_pixels(self, sample: records.Sample) -> None:
         headers = [item.header for item in sample.media]
-        pixels = sum(one.width * one.height for one in headers if isinstance(one, ImageHeader | VideoHeader))
+        pixels = sum(
+            one.width * one.height for one in headers if isinstance(one, records.ImageHeader | records.VideoHeader)
+        )
         if pixels > self.limits.max_pixels:
             what = f"the pictures have {counted(pixels, 'pixel')} together, the limit is {self.limits.max_pixels:,}"
             raise wire.RefusedRequest(
