@@ -188,11 +188,8 @@ def file_faults(parity: Parity, folder: Path) -> list[tuple[str, str]]:
         elif digest_of(path) != written.sha256:
             faults.append((name, "it has other content than was written"))
     more = "it was not written with the others, and programs may load it: remove it"
-    return faults + [(name, more) for name in _files_in(folder) if name not in parity.files and not _is_aside(name)]
-
-
-def _files_in(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    there = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return faults + [(name, more) for name in sorted(there) if name not in parity.files and not _is_aside(name)]
 
 
 def _is_aside(name: str) -> bool:

@@ -22,7 +22,7 @@ from luthier.records import Media, Message, Text, ToolCall
 from luthier.writing import JsonObject, counted
 
 if TYPE_CHECKING:
-    from luthier.prediction.dialogue import Dialogue, DialogueAnswer
+    from luthier.prediction.trained_run import Dialogue, DialogueAnswer
     from luthier.rendering.replies.form import ReplyDelta
 
 HELP = """\
@@ -81,8 +81,7 @@ def chat(  # noqa: PLR0913
     """
     with reporting(json) as output:
         declared = [] if tools is None else _declared(tools)
-        from luthier.prediction.dialogue import Dialogue, media_part, with_thinking
-        from luthier.prediction.trained_run import open_run
+        from luthier.prediction.trained_run import Dialogue, media_part, open_run, with_thinking
         from luthier.sources.formats.turns import as_row
 
         opened = open_run(Path(run).expanduser(), overrides or ())
@@ -186,7 +185,7 @@ class _Talk:
                 self.dialogue.save(Path(file).expanduser())
                 self._say(f"saved in {file}", style="dim")
             case "/image" | "/audio" | "/video":
-                from luthier.prediction.dialogue import media_part
+                from luthier.prediction.trained_run import media_part
 
                 self.waiting.append(media_part(command[1:], _path(rest)))
             case "/edit" if not rest:

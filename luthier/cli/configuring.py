@@ -234,7 +234,7 @@ def train_and_tell(config: str, overrides: Sequence[str], console: Console, *, q
 def _tell(event: object, console: Console) -> None:
     from luthier.check.plan.costs import RunPlan
     from luthier.check.plan.terminal import plan_table
-    from luthier.check.show.terminal import RowText
+    from luthier.check.terminal import RowText
     from luthier.loader.settings import Loaded
     from luthier.training.report.report import summary
 

@@ -38,13 +38,7 @@ def dump_config(config: RunConfig) -> str:
     """
     values = config.model_dump(mode="python")
     values["adapter"] = own_values(config.adapter, values["adapter"])
-    yaml = YAML()
-    yaml.Representer = _Explicit
-    yaml.width = _NEVER_FOLDED
-    yaml.indent(mapping=2, sequence=4, offset=2)
-    written = io.StringIO()
-    yaml.dump(_plain_value(values), written)
-    return written.getvalue()
+    return _written(_plain_value(values))
 
 
 def dump_translation(translation: Translation, name: str) -> str:
@@ -54,15 +48,19 @@ def dump_translation(translation: Translation, name: str) -> str:
     for section in RunConfig.model_fields:
         if (node := translation.tree.entries.get(section)) is not None:
             values[section] = _with_comments(node, section, translation)
+    head = [f"Read from {name}.", *translation.told]
+    tail = [f"{key} is passed over: {why}" for key, why in translation.passed.items()]
+    return "".join(f"# {line}\n" for line in head) + _written(values) + "".join(f"# {line}\n" for line in tail)
+
+
+def _written(values: object) -> str:
     yaml = YAML()
     yaml.Representer = _Explicit
     yaml.width = _NEVER_FOLDED
     yaml.indent(mapping=2, sequence=4, offset=2)
     written = io.StringIO()
     yaml.dump(values, written)
-    head = [f"Read from {name}.", *translation.told]
-    tail = [f"{key} is passed over: {why}" for key, why in translation.passed.items()]
-    return "".join(f"# {line}\n" for line in head) + written.getvalue() + "".join(f"# {line}\n" for line in tail)
+    return written.getvalue()
 
 
 def _with_comments(node: Node, key: str, translation: Translation) -> object:

@@ -266,7 +266,7 @@ def _repeated_ids(found: RepeatedIds, output: Output) -> dict[str, object]:
 
 
 def _print_rows(shown: library.Shown, output: Output) -> None:
-    from luthier.check.show.terminal import RowText, TokenTable, facts_line
+    from luthier.check.terminal import RowText, TokenTable, facts_line
 
     output.console.print(facts_line(shown.facts))
     for view in shown.rows:
@@ -322,8 +322,8 @@ def verify(  # noqa: PLR0913
         _verify_golden(golden, against, token_env, json, is_described=config is not None)
         return
     with reporting(json) as output:
+        from luthier.check.terminal import failed_row, report_table
         from luthier.check.verify.run import Side, VerifyOptions
-        from luthier.check.verify.terminal import failed_row, report_table
         from luthier.engines.json_client import token_from
 
         options = VerifyOptions(

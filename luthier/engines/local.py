@@ -83,7 +83,7 @@ class LocalEngine:
             with self._at_work():
                 while answering.busy and len(answering.ended) < self.batch_size:
                     answering.step()
-                    if answering.ended and self._is_wanted():
+                    if answering.ended and self._next.locked():  # another thread waits for the model
                         break
             while answering.ended:
                 ended = answering.ended.popleft()
@@ -96,7 +96,7 @@ class LocalEngine:
 
     def session(self) -> Session:
         """A thread that answers requests as they come, until it is closed."""
-        return LocalSession(self._begin(), self._at_work, self._is_wanted)
+        return LocalSession(self._begin(), self._at_work, self._next.locked)
 
     def score(self, ids: Ids, start: int, media: Sequence[MediaItem] = ()) -> NDArray[np.float32]:
         """Log-probabilities of ``ids[start:]``, float32[T - start]. Raises `RowError` for media that are gone."""
@@ -119,10 +119,6 @@ class LocalEngine:
         return Answerer(
             model=self.model, tokenizer=self.tokenizer, media=self.media, batch_size=self.batch_size, joins=joins
         )
-
-    def _is_wanted(self) -> bool:
-        """Whether another thread waits for the model."""
-        return self._next.locked()
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:

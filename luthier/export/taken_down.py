@@ -343,9 +343,9 @@ def _probes(model: PeftModel) -> Iterator[ModuleProbe]:
         name = name.removesuffix(".token_adapter")  # rows of new tokens, inside of what takes the layer's place
         if not isinstance(base, nn.Linear | nn.Embedding | Conv1D) or name.endswith(".base_layer"):
             continue
-        adapted_PO = _outputs(module, base, seed)
+        adapted_PO = outputs_of(module, seed, plain=base)
         module.enable_adapters(False)
-        base_PO = _outputs(module, base, seed)
+        base_PO = outputs_of(module, seed, plain=base)
         module.enable_adapters(True)
         yield ModuleProbe(name=name, seed=seed, adapted_PO=adapted_PO, base_PO=base_PO)
 
@@ -363,13 +363,9 @@ def probing_input(module: nn.Module, seed: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def outputs_of(module: nn.Module, seed: int) -> torch.Tensor:
-    """What a module gives to the input of a probe, float32[P, O]."""
-    return _outputs(module, module, seed)
-
-
-def _outputs(module: Any, plain: nn.Module, seed: int) -> torch.Tensor:
-    result: torch.Tensor = module(probing_input(plain, seed)).float().cpu()
+def outputs_of(module: nn.Module, seed: int, *, plain: nn.Module | None = None) -> torch.Tensor:
+    """What a module gives to the input of a probe, float32[P, O]; ``plain`` is the layer itself where it is wrapped."""
+    result: torch.Tensor = module(probing_input(module if plain is None else plain, seed)).float().cpu()
     return result
 
 

@@ -28,7 +28,6 @@ from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader, PlannedMicroBatch
 from luthier.loader.settings import LoaderOptions, LoaderSettings, loader_options, order_of_run
 from luthier.loader.stream_state import LoaderState, RowTrail
-from luthier.packing.epoch import EpochPlan
 from luthier.packing.order import MixtureSettings, RowOrder
 from luthier.packing.settings import SegmentTable, UnitKind
 from luthier.preparation.prepare import prepare
@@ -121,7 +120,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Batches that an epoch has on this rank."""
-        return self._epoch_plan().num_steps * self.settings.gradient_accumulation_steps
+        return self._plan.epoch(self.epoch).num_steps * self.settings.gradient_accumulation_steps
 
     def __iter__(self) -> Generator[Batch, None, None]:
         """The batches of the epoch. Raises what `iterate` raises."""
@@ -187,19 +186,16 @@ class Loader:
 
     # ------------------------------------------------------------------------------------------------- the plan
 
-    def _epoch_plan(self) -> EpochPlan:
-        return self._plan.epoch(self.epoch)
-
     def _planned(self) -> Iterator[PlannedMicroBatch]:
         """The rest of the epoch on this rank."""
-        plan, settings = self._epoch_plan(), self.settings
+        plan, settings = self._plan.epoch(self.epoch), self.settings
         for number in range(self._num_given, len(self)):
             slot = number * settings.world_size + settings.rank
             step = number // settings.gradient_accumulation_steps
             yield self._plan.rows.of_plan(plan, slot, step=step)
 
     def _segments_of_step(self, step: int) -> Ints:
-        plan = self._epoch_plan()
+        plan = self._plan.epoch(self.epoch)
         batches = (plan[number] for number in plan.of_step(step))
         return np.array([i for b in batches if not b.dummy for pack in b.packs for i in pack], dtype=np.int64)
 
@@ -209,7 +205,7 @@ class Loader:
         return num_batches // self.settings.gradient_accumulation_steps
 
     def _next_epoch(self) -> None:
-        steps_before = self._steps_before + self._epoch_plan().num_steps
+        steps_before = self._steps_before + self._plan.epoch(self.epoch).num_steps
         self._set_place(self.epoch + 1, num_given=0, steps_before=steps_before)
 
     def _set_place(self, epoch: int, *, num_given: int, steps_before: int) -> None:

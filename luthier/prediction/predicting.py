@@ -34,8 +34,17 @@ from luthier.engines.judge import AnswerScorer
 from luthier.errors import RowError, UserError
 from luthier.loader.settings import Loaded, load_rows
 from luthier.metrics.table import Answered, RowLoss, chosen_metrics, measured
-from luthier.prediction.judgements import JUDGEMENTS_FILE, Judgements, asks_judge, judgements, place_of
-from luthier.prediction.likelihood import LOSSES_FILE, keep_losses, kept_losses, row_losses
+from luthier.prediction.model_scores import (
+    JUDGEMENTS_FILE,
+    LOSSES_FILE,
+    Judgements,
+    asks_judge,
+    judgements,
+    keep_losses,
+    kept_losses,
+    place_of,
+    row_losses,
+)
 from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.records import Address, Conversation, Feedback, Preference, Row, Sample, Segment
 from luthier.sources import open_sources, resolve_sources

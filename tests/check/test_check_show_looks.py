@@ -11,9 +11,9 @@ from markupsafe import Markup
 from rich.console import Console
 
 from luthier.check.show.html import page_html, tokens_html
-from luthier.check.show.terminal import RowText, TokenTable
 from luthier.check.show.token_origins import PROMPT, STOP, SegmentOrigin, TokenOrigin
 from luthier.check.show.view import RowView, show_pack
+from luthier.check.terminal import RowText, TokenTable
 from luthier.records import Address, Pack, Segment
 
 SCRIPT = "<script>alert(1)</script>"

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from luthier.check.show.html import page_html, tokens_html
-from luthier.check.show.terminal import RowText
 from luthier.check.show.view import RowView, show_pack
+from luthier.check.terminal import RowText
 from luthier.records import Address, Pack, Segment
 
 

@@ -26,7 +26,6 @@ from luthier.check.show.html import (
     previews,
     tokens_html,
 )
-from luthier.check.show.terminal import RowText, TokenTable
 from luthier.check.show.token_origins import (
     SegmentOrigin,
     TokenOrigin,
@@ -37,6 +36,7 @@ from luthier.check.show.token_origins import (
 )
 from luthier.check.show.token_text import item_words, placed_media
 from luthier.check.show.view import RowView, show_batch, show_pack, show_sample
+from luthier.check.terminal import RowText, TokenTable
 from luthier.collation import MediaInputs, collate_packs
 from luthier.encoding.encoder import Encoder
 from luthier.media import MediaAccess, MediaKind, sampled_frames

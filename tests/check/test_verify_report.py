@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from luthier.check.terminal import failed_row, report_table
 from luthier.check.verify.findings import MEANING, METHOD_MEANING, Check, Method
 from luthier.check.verify.run import Side, VerifyOptions, VerifyProgress, verify
 from luthier.check.verify.samples import choose_rows, open_split
-from luthier.check.verify.terminal import failed_row, report_table
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import UserError

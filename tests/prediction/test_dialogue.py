@@ -19,9 +19,8 @@ from luthier.cli.main import run as run_command
 from luthier.encoding.interface import as_prompt
 from luthier.engines.engine import Finish, NewTokens, OnTokens, Refusal, Request
 from luthier.errors import UserError
-from luthier.prediction import dialogue, trained_run
-from luthier.prediction.dialogue import Dialogue, with_thinking
-from luthier.prediction.trained_run import TrainedRun, open_run
+from luthier.prediction import trained_run
+from luthier.prediction.trained_run import Dialogue, TrainedRun, open_run, with_thinking
 from luthier.records import Message, Text, Thinking, ToolCall
 from luthier.rendering.replies.learning import declared
 from tests.conftest import refused
@@ -181,7 +180,7 @@ def test_a_picture_is_shown_with_the_next_question_as_in_training(
     monkeypatch.setattr(trained_run, "open_run", lambda path, overrides: sees)
     monkeypatch.setattr("sys.stdin", io.StringIO(f'/image "{picture}"\nWhich colour?\n'))
     assert run_command(["chat", "preset:tiny-qwen3-vl"]) == 0
-    asked = Message(role="user", parts=(dialogue.media_part("image", str(picture)), Text(text="Which colour?")))
+    asked = Message(role="user", parts=(trained_run.media_part("image", str(picture)), Text(text="Which colour?")))
     prompt = seeing.encoder.encode(as_prompt(luthier.Conversation(messages=(asked,))))
     (shown,), (item,) = scripted.asked[-1].media, prompt.media
     assert scripted.asked[-1].prompt.tolist() == prompt.input_ids.tolist()
@@ -302,7 +301,7 @@ def test_the_thinking_switch_is_the_templates_own(opened: TrainedRun) -> None:
     for on in (True, False):
         run = with_thinking(opened, on=on)
         talk = luthier.Conversation(messages=(Message(role="user", parts=(Text(text="So?"),)),))
-        ids = run.encoder.encode(dialogue.as_prompt(talk)).input_ids
+        ids = run.encoder.encode(trained_run.as_prompt(talk)).input_ids
         expected = luthier.encode_prompt(question, opened.encoder.tokenizer, template_kwargs={"enable_thinking": on})
         assert ids.tolist() == expected.input_ids.tolist()
     without = open_run(Path("preset:tiny-qwen3"), ["template.chat_template=chatml"])

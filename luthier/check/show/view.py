@@ -1,7 +1,7 @@
 """What the model sees, as data: each token with its text, target, weight, segment, position and label.
 
 A view is taken of what training uses itself: a pack's segments as they come from the store, or a batch as it comes
-from the collator. How it looks is the business of `terminal` and `html`.
+from the collator. How it looks is the business of `check.terminal` and `html`.
 """
 
 from __future__ import annotations

@@ -196,17 +196,15 @@ def _word_faults(turn: ExpectedTurn, home: Home, runs: Runs) -> Iterator[Violati
         segment = runs.segments[home.run]
         end = stop if home.agree >= stop else len(segment)
         before = runs.tokenizer.decode(turn.prompt[-TOKENS_BEFORE:])
-        learned = [_learned_text(segment.input_ids[start:end], segment.target[start:end], runs, before=before)]
+        ids = segment.input_ids[start:end][segment.target[start:end]]
+        learned = [LearnedText(before=before, learned=runs.tokenizer.decode(ids))]
     else:  # its place is not known: it may be learned anywhere in the row
-        learned = [_learned_text(segment.input_ids, segment.target, runs) for segment in runs.segments]
+        targets = [segment.input_ids[segment.target] for segment in runs.segments]
+        learned = [LearnedText(before="", learned=runs.tokenizer.decode(ids)) for ids in targets]
     for part in turn.policy.parts:
         missing = [missing_of_part(part, text, runs.tokenizer, loosely=runs.loosely) for text in learned]
         if all(missing):
             yield runs.fault(Check.ANSWER_DECODES, str(missing[0]), message=turn.message, run=home.run)
-
-
-def _learned_text(ids: Ids, target: Mask, runs: Runs, *, before: str = "") -> LearnedText:
-    return LearnedText(before=before, learned=runs.tokenizer.decode(ids[target]))
 
 
 def _place(turn: ExpectedTurn, home: Home) -> dict[str, int | None]:
