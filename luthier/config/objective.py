@@ -13,7 +13,18 @@ from typing import Annotated, Any, cast
 
 from pydantic.fields import FieldInfo
 
-from luthier.config import choices, loss_rows
+from luthier.config import loss_rows
+from luthier.config.choices import (
+    NameOf,
+    Natural,
+    NonEmpty,
+    NonNegative,
+    Positive,
+    Proportion,
+    RowKind,
+    Share,
+    as_enum,
+)  # fmt: skip
 from luthier.config.inputs import QuantizationConfig, Section
 from luthier.config.loss_rows import Loss
 from luthier.errors import PluginError, UserError
@@ -55,7 +66,7 @@ class Objective:
     """
 
     name: str
-    rows: choices.RowKind
+    rows: RowKind
     default_loss: str
     losses: str | Callable[..., Any]
     has_head: bool = True
@@ -64,11 +75,11 @@ class Objective:
     learned: Learned = Learned.COMPARED
 
     @property
-    def compared(self) -> choices.RowKind:
+    def compared(self) -> RowKind:
         """What its losses look at: rows as they are, or what the answers to questions become."""
-        if self.rows is not choices.RowKind.QUESTION:
+        if self.rows is not RowKind.QUESTION:
             return self.rows
-        return choices.RowKind.PAIR if self.learned is Learned.PAIR else choices.RowKind.ANSWER
+        return RowKind.PAIR if self.learned is Learned.PAIR else RowKind.ANSWER
 
     @property
     def make_losses(self) -> Callable[..., Any]:
@@ -83,47 +94,47 @@ OBJECTIVES: Table[Objective] = Table(
         for row in (
             Objective(
                 name="sft",
-                rows=choices.RowKind.ANSWER,
+                rows=RowKind.ANSWER,
                 default_loss="cross_entropy",
                 losses="luthier.training.losses.tokens:token_losses",
                 by_token=True,
             ),
             Objective(
                 name="pt",
-                rows=choices.RowKind.ANSWER,
+                rows=RowKind.ANSWER,
                 default_loss="cross_entropy",
                 losses="luthier.training.losses.tokens:token_losses",
                 by_token=True,
             ),
             Objective(
                 name="rm",
-                rows=choices.RowKind.PAIR,
+                rows=RowKind.PAIR,
                 default_loss="bradley_terry",
                 losses="luthier.training.losses.pairs:reward_losses",
                 has_head=False,
             ),
             Objective(
                 name="dpo",
-                rows=choices.RowKind.PAIR,
+                rows=RowKind.PAIR,
                 default_loss="sigmoid",
                 losses="luthier.training.losses.pairs:pair_losses",
             ),
             Objective(
                 name="kto",
-                rows=choices.RowKind.VERDICT,
+                rows=RowKind.VERDICT,
                 default_loss="kto",
                 losses="luthier.training.losses.verdicts:feedback_losses",
             ),
             Objective(
                 name="rl",
-                rows=choices.RowKind.QUESTION,
+                rows=RowKind.QUESTION,
                 default_loss="dapo",
                 losses="luthier.training.losses.policies:policy_losses",
                 on_policy=True,
             ),
             Objective(
                 name="distill",
-                rows=choices.RowKind.QUESTION,
+                rows=RowKind.QUESTION,
                 default_loss="opd",
                 losses="luthier.training.losses.policies:teacher_losses",
                 by_token=True,
@@ -132,7 +143,7 @@ OBJECTIVES: Table[Objective] = Table(
             ),
             Objective(
                 name="best_of_n",
-                rows=choices.RowKind.QUESTION,
+                rows=RowKind.QUESTION,
                 default_loss="cross_entropy",
                 losses="luthier.training.losses.tokens:token_losses",
                 by_token=True,
@@ -141,7 +152,7 @@ OBJECTIVES: Table[Objective] = Table(
             ),
             Objective(
                 name="online_dpo",
-                rows=choices.RowKind.QUESTION,
+                rows=RowKind.QUESTION,
                 default_loss="sigmoid",
                 losses="luthier.training.losses.pairs:own_pair_losses",
                 on_policy=True,
@@ -152,12 +163,12 @@ OBJECTIVES: Table[Objective] = Table(
 )
 
 
-def kind_of(objective: str) -> choices.RowKind:
+def kind_of(objective: str) -> RowKind:
     """The rows that the objective of this name learns from. Raises `UserError` for one that does not exist."""
     return OBJECTIVES.named(objective).rows
 
 
-def loss_of(rows: choices.RowKind, name: str) -> Loss:
+def loss_of(rows: RowKind, name: str) -> Loss:
     """The loss of this name, which has to be one for these rows; raises `UserError`."""
     row = LOSSES.named(name)
     if not any(objective in OBJECTIVES and OBJECTIVES[objective].compared is rows for objective in row.objectives):
@@ -179,15 +190,15 @@ class ReferenceConfig(Section):
 
     shorthand = "source"
 
-    source: Annotated[ReferenceSource, choices.as_enum(ReferenceSource)] = ReferenceSource.AUTO
+    source: Annotated[ReferenceSource, as_enum(ReferenceSource)] = ReferenceSource.AUTO
     """``base``: the model under its adapter, which costs no memory; ``model``: a second model, held beside the first;
     ``precomputed``: its log-probabilities are computed once and kept with the data, so that no second model is in
     memory; ``none``: compare with nothing, for losses that only compare the two answers of a pair. ``auto``: base
     under a new ``lora`` or ``oft`` adapter, if no other model is named, else precomputed where the loss allows it, else
     model."""
-    name_or_path: choices.NonEmpty | None = None
+    name_or_path: NonEmpty | None = None
     """Another model than the one that training starts from: a local folder or a Hub id."""
-    revision: choices.NonEmpty = "main"
+    revision: NonEmpty = "main"
     """Branch, tag or commit of that model on the Hub."""
     quantization: QuantizationConfig = QuantizationConfig()
     """Of a second model (``source: model``, which ``auto`` is then), as ``model.quantization``."""
@@ -201,75 +212,75 @@ class ObjectiveConfig(Section):
 
     shorthand = "name"
 
-    name: Annotated[str, choices.NameOf(OBJECTIVES.keys)] = "sft"
+    name: Annotated[str, NameOf(OBJECTIVES.keys)] = "sft"
     """``sft``: cross-entropy on targets; ``pt``: the same on plain text (``data.overflow: split`` for long documents);
     ``rm``: a reward model from pairs; ``dpo``: preferences, from pairs; ``kto``: single answers, found good or bad;
     ``rl``: answers that the model draws itself, to the questions of the rows, and that ``rollout.rewards`` judge. From
     such answers learn ``best_of_n`` (the best of them, by the losses of ``sft``), ``online_dpo`` (the best and the
     worst, by those of ``dpo``) and ``distill`` (what a teacher, ``reference.name_or_path``, thinks of them) too."""
-    loss: Annotated[str, choices.NameOf(LOSSES.keys)] | None = None
+    loss: Annotated[str, NameOf(LOSSES.keys)] | None = None
     """Which loss of this objective. Default: ``cross_entropy``, ``bradley_terry``, ``sigmoid``, ``kto``, ``dapo`` and
     ``opd``."""
-    label_smoothing: choices.Share = 0.0
+    label_smoothing: Share = 0.0
     """``sft``, ``pt``: share of each target's probability that is spread over the vocabulary. Pairs: how likely a pair
     has its two answers swapped (``exo_pair`` cannot do with 0, and takes 0.001 for it)."""
-    z_loss: choices.NonNegative | None = None
+    z_loss: NonNegative | None = None
     """``sft``, ``pt``: weight of the squared log-normaliser, which keeps logits from drifting; such as 1e-4."""
-    eaft_alpha: choices.NonNegative | None = None
+    eaft_alpha: NonNegative | None = None
     """``eaft``: power of the entropy that a target is weighed by."""
-    asft_alpha: choices.NonNegative | None = None
+    asft_alpha: NonNegative | None = None
     """``asft``: weight of the KL divergence to the reference model."""
-    center_rewards: choices.NonNegative | None = None
+    center_rewards: NonNegative | None = None
     """``rm``: weight of the squared sum of a pair's rewards, which centres rewards at 0; such as 0.01."""
-    beta: choices.Positive | None = None
+    beta: Positive | None = None
     """``dpo``, ``kto``: how strictly the model is held to the reference; in ``orpo`` the weight of the odds ratio."""
-    gamma: choices.NonNegative | None = None
+    gamma: NonNegative | None = None
     """``simpo``, ``alphapo``: the margin by which the chosen answer should win."""
-    discopop_tau: choices.Positive | None = None
+    discopop_tau: Positive | None = None
     """``discopop``: temperature of the mixing."""
-    divergence_alpha: choices.NonNegative | None = None
+    divergence_alpha: NonNegative | None = None
     """``alpha_divergence``: 0 is ``forward_kl``, 1 the reverse KL, which is ``sigmoid``."""
-    alphapo_alpha: choices.NonNegative | None = None
+    alphapo_alpha: NonNegative | None = None
     """``alphapo``: how much more a change counts where an answer is unlikely; 0 is ``simpo``."""
-    bco_share: choices.Proportion | None = None
+    bco_share: Proportion | None = None
     """``mpo``: which share of the loss is ``bco_pair``, the rest is ``sigmoid``."""
-    ld_alpha: choices.Proportion | None = None
+    ld_alpha: Proportion | None = None
     """``dpo``: weight of the tokens beyond the shorter answer's length (LD-DPO); 1 is plain DPO."""
-    sft_weight: choices.NonNegative | None = None
+    sft_weight: NonNegative | None = None
     """``dpo``, ``kto``: weight of the cross-entropy of chosen or good answers, per token, which is added."""
-    desirable_weight: choices.NonNegative | None = None
+    desirable_weight: NonNegative | None = None
     """``kto``: weight of rows that were found good."""
-    undesirable_weight: choices.NonNegative | None = None
+    undesirable_weight: NonNegative | None = None
     """``kto``: weight of rows that were found bad. Good and bad rows should weigh about the same in all."""
-    clip_low: choices.NonNegative | None = None
+    clip_low: NonNegative | None = None
     """``rl``: how far below 1 the ratio of what is to become less likely may fall before it counts no more."""
-    clip_high: choices.NonNegative | None = None
+    clip_high: NonNegative | None = None
     """``rl``: how far above 1 the ratio of what is to become likelier may rise before it counts no more."""
-    sapo_positive: choices.Positive | None = None
+    sapo_positive: Positive | None = None
     """``sapo``: how steep the gate is for answers that are to become likelier."""
-    sapo_negative: choices.Positive | None = None
+    sapo_negative: Positive | None = None
     """``sapo``: how steep the gate is for answers that are to become less likely."""
-    kl_weight: choices.NonNegative | None = None
+    kl_weight: NonNegative | None = None
     """``rl``: weight of the KL divergence from the reference model, which keeps the model near it; 0 is none, and needs
     no reference. ``rloo`` and ``reinforce_pp`` take it off the rewards, others have it in the loss
     ([rl.md](rl.md#near-a-reference))."""
-    kl_target: choices.NonNegative | None = None
+    kl_target: NonNegative | None = None
     """``ppo``: the KL of a whole answer, in nats, that ``kl_weight`` is led to: raised while KL is above, lowered while
     it is below. 0: the weight stays as it is."""
-    kl_horizon: choices.Positive | None = None
+    kl_horizon: Positive | None = None
     """``ppo``: in how many answers ``kl_weight`` may change by a fifth."""
-    discount: choices.Proportion | None = None
+    discount: Proportion | None = None
     """``ppo``: what a reward counts one token before it."""
-    gae_lambda: choices.Proportion | None = None
+    gae_lambda: Proportion | None = None
     """``ppo``: how far advantages look ahead; 0: to the next value alone, 1: to the end of the answer."""
-    value_clip: choices.Positive | None = None
+    value_clip: Positive | None = None
     """``ppo``: how far a value may move from what it was when the answer was drawn, before that counts no more."""
-    value_weight: choices.NonNegative | None = None
+    value_weight: NonNegative | None = None
     """``ppo``: weight of the value head's loss."""
-    gkd_beta: choices.Proportion | None = None
+    gkd_beta: Proportion | None = None
     """``gkd``: 0 is KL(teacher || policy), which has all of the teacher's tokens be likely; 1 is KL(policy || teacher),
     which has all that the policy gives be likely to the teacher; between them a Jensen-Shannon divergence."""
-    gkd_top_k: choices.Natural | None = None
+    gkd_top_k: Natural | None = None
     """``gkd``: compare on so many tokens, those that the teacher finds likeliest, and on all others together; 0: on
     each token of the vocabulary."""
     reference: ReferenceConfig = ReferenceConfig()
@@ -325,7 +336,7 @@ def register_loss(loss: Loss) -> None:
     for key in loss.numbers:
         if key not in ObjectiveConfig.model_fields:
             says = loss.explained.get(key, f"a number of the loss `{loss.name}`")
-            ObjectiveConfig.model_fields[key] = FieldInfo.from_annotation(cast(type[Any], choices.NonNegative | None))
+            ObjectiveConfig.model_fields[key] = FieldInfo.from_annotation(cast(type[Any], NonNegative | None))
             ObjectiveConfig.model_fields[key].default = None
             ObjectiveConfig.model_fields[key].description = f"``{loss.name}``: {says}"
     # Make the section know its new keys, and with it what holds it: the whole run description, where that stands.

@@ -20,10 +20,23 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from luthier import records
 from luthier.config.choices import rows_of_slice
 from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError, SourceError
+from luthier.records import (
+    Address,
+    Conversation,
+    Document,
+    Feedback,
+    Message,
+    Part,
+    Preference,
+    Row,
+    Text,
+    Thinking,
+    Tokenized,
+    ToolCall,
+)
 from luthier.sources.detect import NUM_ROWS_SEEN, detect_layout
 from luthier.sources.files import FileKind
 from luthier.sources.formats.layout import Layout
@@ -48,7 +61,7 @@ class RowReader:
     def read(self, row: RowBytes) -> RawRow:
         return decode_row(row)
 
-    def convert(self, row: RawRow) -> records.Row:
+    def convert(self, row: RawRow) -> Row:
         """The record that a row says; raises `RowError` with address and field, never anything else."""
         if type(row.data) is not dict:
             detail = f"a row is a JSON object, this is a JSON {json_kind(row.data)}"
@@ -62,7 +75,7 @@ class RowReader:
         except RowError as error:
             raise error.at(row.address) from None
 
-    def _record(self, row: RawRow) -> records.Row:
+    def _record(self, row: RawRow) -> Row:
         """Where no place was found for the media of a row, its text may hold what a processor writes for them."""
         convert = FORMATS[self.layout.format].convert
         reading = Reading(row, self.layout)
@@ -197,7 +210,7 @@ class Source:
             except RowError as error:
                 yield error
 
-    def convert(self, row: RawRow) -> records.Row:
+    def convert(self, row: RawRow) -> Row:
         """The record that a row says; raises `RowError`."""
         return self.reader.convert(row)
 
@@ -304,7 +317,7 @@ def parted_slots(text: str) -> list[tuple[int, int]]:
 # The longest text that a row may have: what no program should be asked to tokenize.
 
 
-def check_texts(row: records.Row, limit: int) -> None:
+def check_texts(row: Row, limit: int) -> None:
     """Raises `RowError` (``text_too_long``) if a text of the row has ``limit`` characters or more."""
     for place, length in _lengths(row):
         if length >= limit:
@@ -312,36 +325,36 @@ def check_texts(row: records.Row, limit: int) -> None:
             raise RowError("text_too_long", detail, field=place)
 
 
-def _lengths(row: records.Row) -> Iterator[tuple[str, int]]:
+def _lengths(row: Row) -> Iterator[tuple[str, int]]:
     match row:
-        case records.Document():
-            yield "text", _length(row.parts, records.Text)
-        case records.Tokenized():
+        case Document():
+            yield "text", _length(row.parts, Text)
+        case Tokenized():
             yield "input_ids", len(row.input_ids)
-        case records.Conversation():
+        case Conversation():
             yield from _of_messages("messages", row.messages)
-        case records.Preference():
+        case Preference():
             for name, messages in (("prompt", row.prompt), ("chosen", row.chosen), ("rejected", row.rejected)):
                 yield from _of_messages(name, messages)
-        case records.Feedback():
+        case Feedback():
             for name, messages in (("prompt", row.prompt), ("completion", row.completion)):
                 yield from _of_messages(name, messages)
         case _:
             raise AssertionError(f"unknown kind of row {row!r}")
 
 
-def _of_messages(name: str, messages: Iterable[records.Message]) -> Iterator[tuple[str, int]]:
+def _of_messages(name: str, messages: Iterable[Message]) -> Iterator[tuple[str, int]]:
     for index, message in enumerate(messages):
         path = f"{name}[{index}]"
-        yield f"{path}.content", _length(message.parts, records.Text)
-        yield f"{path}.reasoning_content", _length(message.parts, records.Thinking)
+        yield f"{path}.content", _length(message.parts, Text)
+        yield f"{path}.reasoning_content", _length(message.parts, Thinking)
         yield (
             f"{path}.tool_calls",
-            sum(_leaves(part.arguments) for part in message.parts if isinstance(part, records.ToolCall)),
+            sum(_leaves(part.arguments) for part in message.parts if isinstance(part, ToolCall)),
         )
 
 
-def _length(parts: Iterable[records.Part], kind: type[records.Text] | type[records.Thinking]) -> int:
+def _length(parts: Iterable[Part], kind: type[Text] | type[Thinking]) -> int:
     """A text that is cut into parts, because they count differently, is still one."""
     return sum(len(part.text) for part in parts if isinstance(part, kind))
 
@@ -373,7 +386,7 @@ class RepeatedIds:
     source: str
     rows: int
     id: str
-    first: tuple[records.Address, records.Address]
+    first: tuple[Address, Address]
 
 
 def repeated_ids(source: Source) -> RepeatedIds | None:
@@ -423,7 +436,7 @@ class _OnlyId(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_OnlyId)
 
 
-def _ids(source: Source) -> Iterator[tuple[records.Address, bytes]]:
+def _ids(source: Source) -> Iterator[tuple[Address, bytes]]:
     """The ids as they are written, with the addresses of their rows; rows that cannot be read have none."""
     has_ids = False
     for number, row in enumerate(source.row_bytes()):
@@ -452,10 +465,10 @@ class RowsByAddress:
     """Where each row is, is found at the first question: all files are read once. Takes some 200 bytes a row."""
 
     sources: list[Source]
-    _places: dict[records.Address, tuple[int, int]] | None = None
+    _places: dict[Address, tuple[int, int]] | None = None
     _indexes: dict[int, RowIndex] = field(default_factory=dict)
 
-    def read(self, address: records.Address) -> RawRow:
+    def read(self, address: Address) -> RawRow:
         """The row as its file has it. Raises `RowError`, and `SourceError` where there is no such row any more."""
         if self._places is None:
             self._places = {
@@ -472,7 +485,7 @@ class RowsByAddress:
             raise found
         return self.sources[which].reader.read(found)
 
-    def convert(self, row: RawRow) -> records.Row:
+    def convert(self, row: RawRow) -> Row:
         """The record that a row says. Raises `RowError`."""
         assert self._places is not None, "a row that was read"
         return self.sources[self._places[row.address][0]].convert(row)

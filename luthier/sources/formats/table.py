@@ -8,10 +8,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier import records
 from luthier.config.choices import FORMAT_NAMES, Format
 from luthier.errors import PluginError, RowError
 from luthier.plugins import Table
+from luthier.records import (
+    IGNORE_INDEX,
+    Conversation,
+    Document,
+    Feedback,
+    Ints,
+    Message,
+    Part,
+    Preference,
+    Row,
+    Text,
+    Tokenized,
+)
 from luthier.sources.formats.reading import Reading
 from luthier.sources.formats.targets import mark_spans, read_spans
 from luthier.sources.rows import json_kind
@@ -21,7 +33,7 @@ from luthier.writing import counted
 # The converters: one row, seen through its layout, becomes one record. Each stands in a line of the table below.
 
 
-def convert_messages(reading: Reading) -> records.Row:
+def convert_messages(reading: Reading) -> Row:
     """ShareGPT and OpenAI: a list of messages, with ``chosen``/``rejected`` or a verdict if the row has them. Messages
     beside a ``rejected`` alone are the better side."""
     if reading.has("rejected") and (reading.has("chosen") or reading.has("messages")):
@@ -33,7 +45,7 @@ def convert_messages(reading: Reading) -> records.Row:
     return reading.conversation(reading.prompt())
 
 
-def convert_alpaca(reading: Reading) -> records.Row:
+def convert_alpaca(reading: Reading) -> Row:
     """``instruction``, ``input``, ``output``: the user says the first two, joined by a newline."""
     if reading.has("response"):
         if reading.has("kto_tag"):
@@ -44,7 +56,7 @@ def convert_alpaca(reading: Reading) -> records.Row:
     raise reading.missing("response", "chosen")
 
 
-def convert_prompt_completion(reading: Reading) -> records.Row:
+def convert_prompt_completion(reading: Reading) -> Row:
     """A prompt and its completion, each text or messages. Only the completion is learned, unless the data set says
     ``train_on: all``."""
     if not reading.has("response"):
@@ -54,12 +66,12 @@ def convert_prompt_completion(reading: Reading) -> records.Row:
     return _answered(reading, mark_prompt=reading.train_on() != "all")
 
 
-def convert_prompt(reading: Reading) -> records.Conversation:
+def convert_prompt(reading: Reading) -> Conversation:
     """A question to which the run draws answers itself; what else the row has is for what judges them."""
     return reading.conversation(reading.prompt())
 
 
-def convert_text(reading: Reading) -> records.Document:
+def convert_text(reading: Reading) -> Document:
     """Plain text: every token is learned, but for the column ``prompt``, if one is named, which stands before it; or
     pieces of text with a label each, whether they are learned."""
     if not reading.has("text"):
@@ -73,27 +85,27 @@ def convert_text(reading: Reading) -> records.Document:
     written = reading.formatted_prompt()
     before = reading.media.split(written) if written else []
     learned = reading.layout.train_on == "all"
-    context = [replace(part, train=learned) if isinstance(part, records.Text) else part for part in before]
+    context = [replace(part, train=learned) if isinstance(part, Text) else part for part in before]
     parts = mark_spans(reading.media.split(text), spans)
     return reading.document((*context, *parts))
 
 
-def _labelled(reading: Reading, pieces: list[object]) -> records.Document:
+def _labelled(reading: Reading, pieces: list[object]) -> Document:
     """``[{"text": "Q: …", "label": false}, {"text": "A", "label": true}]``."""
-    parts: list[records.Part] = []
+    parts: list[Part] = []
     for index, piece in enumerate(pieces):
         text, label = (piece.get("text"), piece.get("label")) if isinstance(piece, dict) else (None, None)
         if type(text) is not str or type(label) is not bool:
             what = "a piece of text is an object with a text and a label, which is true or false"
             raise RowError("bad_content", what, field=f"{reading.field('text')}[{index}]")
         found = reading.media.split(text) if text else []
-        parts += [replace(part, train=label) if isinstance(part, records.Text) else part for part in found]
-    if not any(isinstance(part, records.Text) for part in parts):
+        parts += [replace(part, train=label) if isinstance(part, Text) else part for part in found]
+    if not any(isinstance(part, Text) for part in parts):
         raise RowError("empty_text", "nothing to learn", field=reading.field("text"))
     return reading.document(parts)
 
 
-def convert_preference(reading: Reading) -> records.Preference:
+def convert_preference(reading: Reading) -> Preference:
     """A prompt with a better and a worse continuation; the prompt may also be what both continuations begin with."""
     if reading.has("messages") and reading.has("rejected") and not reading.has("chosen"):
         return _answer_and_worse(reading)
@@ -114,7 +126,7 @@ def convert_preference(reading: Reading) -> records.Preference:
     return reading.preference(prompt, chosen[shared:], rejected[shared:], prompt_field=field)
 
 
-def convert_feedback(reading: Reading) -> records.Feedback:
+def convert_feedback(reading: Reading) -> Feedback:
     """A prompt, a completion and a verdict; or messages whose last one the verdict is about."""
     if not reading.has("kto_tag"):
         raise reading.missing("kto_tag")
@@ -130,16 +142,14 @@ def convert_feedback(reading: Reading) -> records.Feedback:
     return reading.feedback(reading.prompt(), reading.continuation("response"), reading.field("response"))
 
 
-def _rendered_pair(reading: Reading) -> records.Row:
+def _rendered_pair(reading: Reading) -> Row:
     """Prompt and completion as some template rendered them: put together as they are, only the completion learned."""
     if not all(isinstance(reading.column(name), str) for name in ("prompt", "response")):
         return _answered(reading, mark_prompt=True)
-    return reading.document(
-        [records.Text(text=reading.text("prompt"), train=False), records.Text(text=reading.text("response"))]
-    )
+    return reading.document([Text(text=reading.text("prompt"), train=False), Text(text=reading.text("response"))])
 
 
-def _answered(reading: Reading, *, mark_prompt: bool) -> records.Conversation:
+def _answered(reading: Reading, *, mark_prompt: bool) -> Conversation:
     prompt = reading.prompt()
     if mark_prompt:
         # An assistant's message of the prompt is context, unless the row itself says that it is learned.
@@ -150,7 +160,7 @@ def _answered(reading: Reading, *, mark_prompt: bool) -> records.Conversation:
     return reading.conversation([*prompt, *reading.continuation("response")])
 
 
-def _answer_and_worse(reading: Reading) -> records.Preference:
+def _answer_and_worse(reading: Reading) -> Preference:
     """A conversation whose last answer is the chosen one, beside a worse one, or all that ends with it."""
     messages, media = reading.prompt(), reading.fresh_media()
     shared = next(at for at in range(len(messages), -1, -1) if at == 0 or messages[at - 1].role != "assistant")
@@ -169,7 +179,7 @@ def _answer_and_worse(reading: Reading) -> records.Preference:
     return reading.preference(messages[:shared], messages[shared:], rejected[shared:], prompt_field=field)
 
 
-def _no_common_prompt(chosen: list[records.Message], rejected: list[records.Message], reading: Reading) -> RowError:
+def _no_common_prompt(chosen: list[Message], rejected: list[Message], reading: Reading) -> RowError:
     detail = (
         f"chosen begins with {_opening(chosen)}, rejected with {_opening(rejected)}: the messages that both begin with "
         "would be the prompt; give both the same ones, or have the prompt in a column of its own and both sides begin "
@@ -178,13 +188,13 @@ def _no_common_prompt(chosen: list[records.Message], rejected: list[records.Mess
     return RowError("no_common_prompt", detail, field=reading.field("rejected"))
 
 
-def _opening(messages: list[records.Message]) -> str:
+def _opening(messages: list[Message]) -> str:
     """The first message in words: ``user 'Hi'``; of one message that is the whole side, that it is."""
     only = " alone" if len(messages) == 1 else ""
     return f"{messages[0].role} {messages[0].text[:30]!r}{only}"
 
 
-def _common_prefix(first: list[records.Message], second: list[records.Message]) -> int:
+def _common_prefix(first: list[Message], second: list[Message]) -> int:
     """How many messages both lists begin with, leaving at least one for each."""
     longest = min(len(first), len(second)) - 1
     return next((index for index in range(longest) if first[index] != second[index]), longest)
@@ -198,7 +208,7 @@ LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks")  # the last two
 SAY_WHAT_IS_LEARNED = ("labels", *LOSS_MASKS)  # columns of rows of ids
 
 
-def convert_tokens(reading: Reading) -> records.Tokenized:
+def convert_tokens(reading: Reading) -> Tokenized:
     """The ids without their padding, and which of them are learned: those whose label is the id itself, or whose
     ``loss_mask`` is 1; all of them, where no row of the source has either column.
 
@@ -215,10 +225,10 @@ def convert_tokens(reading: Reading) -> records.Tokenized:
         what = f"{counted(num_lost, 'token is', 'tokens are')} learned that the mask calls padding"
         raise RowError("bad_attention_mask", what, field=reading.field("attention_mask"))
     _refuse_several(reading, len(ids), kept)
-    return records.Tokenized(input_ids=ids[kept], target=target[kept], address=reading.address, weight=reading.weight())
+    return Tokenized(input_ids=ids[kept], target=target[kept], address=reading.address, weight=reading.weight())
 
 
-def _targets(reading: Reading, ids: records.Ints) -> Mask:
+def _targets(reading: Reading, ids: Ints) -> Mask:
     """Which ids are learned."""
     said = [name for name in SAY_WHAT_IS_LEARNED if reading.has(name)]
     if not said and reading.layout.train_on != "all":
@@ -234,14 +244,14 @@ def _targets(reading: Reading, ids: records.Ints) -> Mask:
     return found[0] if found else everything
 
 
-def _learned_by_labels(reading: Reading, ids: records.Ints) -> Mask:
+def _learned_by_labels(reading: Reading, ids: Ints) -> Mask:
     labels = _numbers(reading, "labels", len(ids))
-    learned: Mask = labels != records.IGNORE_INDEX
+    learned: Mask = labels != IGNORE_INDEX
     wrong = np.flatnonzero(learned & (labels != ids))
     if len(wrong):
         place = int(wrong[0])
         what = f"the label of token {place} is {labels[place]}, and its id {ids[place]}: a label is "
-        what += f"{records.IGNORE_INDEX} or the id itself"
+        what += f"{IGNORE_INDEX} or the id itself"
         if np.array_equal(labels[:-1][learned[:-1]], ids[1:][learned[:-1]]):
             what += "; these labels are shifted by one token, which training does itself"
         raise RowError("bad_labels", what, field=reading.field("labels"))
@@ -294,7 +304,7 @@ def _mask(reading: Reading, name: str, length: int) -> Mask:
     return mask
 
 
-def _numbers(reading: Reading, name: str, length: int | None = None) -> records.Ints:
+def _numbers(reading: Reading, name: str, length: int | None = None) -> Ints:
     """A column of whole numbers, ``length`` of them where that is known."""
     values = _list(reading, name, length)
     if set(map(type, values)) - {int}:
@@ -340,7 +350,7 @@ class FormatRule:
 
     columns: Mapping[str, tuple[str, ...]]
     needs: tuple[tuple[str, ...], ...]
-    convert: Callable[[Reading], records.Row]
+    convert: Callable[[Reading], Row]
     role_key: str = "role"
     content_key: str = "content"
     version: str = ""
