@@ -60,7 +60,7 @@ def list_(folder: Stores = None, json: JsonTarget = None) -> None:
     """
     with reporting(json) as output:
         from luthier.store.care import list_stores
-        from luthier.store.manifest import default_root
+        from luthier.store.format import default_root
 
         root = default_root() if folder is None else folder
         found = list_stores(root)
@@ -83,7 +83,7 @@ def verify(
     """
     with reporting(json) as output:
         from luthier.store.care import store_folders, verify_store
-        from luthier.store.manifest import default_root
+        from luthier.store.format import default_root
 
         reports = []
         for store in store_folders(default_root() if folder is None else folder):
@@ -119,7 +119,7 @@ def gc(
     """
     with reporting(json) as output:
         from luthier.store.care import clean_stores
-        from luthier.store.manifest import default_root
+        from luthier.store.format import default_root
 
         root = default_root() if folder is None else folder
         cleaning = clean_stores(root, older_than=older_than, max_bytes=max_size, dry_run=dry_run)

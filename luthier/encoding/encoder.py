@@ -38,7 +38,7 @@ from luthier.rendering.messages import ControlTokens
 from luthier.rendering.other_rows import refuse
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy, rules_from_config
-from luthier.store.manifest import BLOBS, default_root
+from luthier.store.format import BLOBS, default_root
 from luthier.templating.limits import TemplateSettings
 from luthier.writing import counted
 

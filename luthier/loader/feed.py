@@ -48,8 +48,9 @@ from luthier.preparation.prepared import Quarantine, SourceInfo, empty_side, num
 from luthier.preparation.resolver import ResolvedPortion, resolve_portions
 from luthier.sources import RowIndex, Source, open_sources, resolve_sources
 from luthier.sources.files import find_files
-from luthier.store import manifest, shard_reader
+from luthier.store import shard_reader
 from luthier.store.disk import Disk
+from luthier.store.format import FEEDS, SPOOL
 from luthier.store.store import store_folder
 
 FACTS, FAILED, ALIVE = "facts.json", "failed.json", "alive"
@@ -262,7 +263,7 @@ def prepares_meanwhile(config: RunConfig) -> bool:
 def feed_folder(config: RunConfig) -> Path:
     """One for each output folder, beside the store: the same on all ranks."""
     name = hashlib.sha256(str(config.output.dir.resolve()).encode()).hexdigest()[:16]
-    return store_folder(config.data.store, "").parent / manifest.FEEDS / name
+    return store_folder(config.data.store, "").parent / FEEDS / name
 
 
 def _num_bytes(sources: list[SourceConfig]) -> int:
@@ -368,7 +369,7 @@ class _Feeding:
                 return
 
     def _indexes(self, sources: Sequence[Source]) -> list[RowIndex]:
-        spool = self.store.parent / manifest.SPOOL
+        spool = self.store.parent / SPOOL
         found = []
         for source in sources:
             index = source.index(spool=spool)

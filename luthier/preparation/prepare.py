@@ -24,7 +24,7 @@ from luthier.preparation.work_units import WorkUnits, decode_result
 from luthier.preparation.workers import RowEncoder
 from luthier.records import Ints
 from luthier.sources import Source, open_sources, resolve_sources
-from luthier.store.manifest import SPOOL
+from luthier.store.format import SPOOL
 from luthier.store.store import SampleStore, store_folder
 
 __all__ = ["Prepared", "PreparedSet", "Progress", "prepare"]

@@ -23,7 +23,7 @@ from luthier.records import SAMPLES_VERSION, Address, Ints
 from luthier.sources import RowBytes, Source
 from luthier.sources.source import id_digests
 from luthier.store import store as store_room
-from luthier.store.shard import KEY_BYTES, read_counts
+from luthier.store.format import KEY_BYTES, read_counts
 from luthier.store.store import SampleStore, StoreWriter, row_key
 from luthier.writing import counted
 

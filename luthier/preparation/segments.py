@@ -16,7 +16,7 @@ from luthier.ledger import Ledger
 from luthier.packing.settings import PATCH_COST, SegmentTable, UnitKind, completion_room
 from luthier.preparation.prepared import PreparedSet
 from luthier.records import Ints, Segment
-from luthier.store.shard import QUESTION, joined
+from luthier.store.format import QUESTION, joined
 from luthier.writing import counted
 
 

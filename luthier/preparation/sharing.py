@@ -22,7 +22,7 @@ from luthier.locks import holder_of, only_user
 from luthier.preparation import work_units
 from luthier.preparation.resolver import ReadPortion, ResolvedPortion, Resolver, some_at_a_time
 from luthier.store.disk import Disk, join_users, reported
-from luthier.store.manifest import USERS, WORK
+from luthier.store.format import USERS, WORK
 from luthier.writing import counted
 
 if TYPE_CHECKING:

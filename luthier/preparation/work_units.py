@@ -30,8 +30,7 @@ from luthier.sources.origins import LocalFiles
 from luthier.sources.row_index import RowIndex
 from luthier.sources.text_files import line_row
 from luthier.store.disk import Disk
-from luthier.store.manifest import UNITS
-from luthier.store.shard import joined
+from luthier.store.format import UNITS, joined
 from luthier.store.store import SampleStore
 
 UNIT_BYTES = 16_000_000  # a second of work: little to lose or to wait for, and much beside what sharing it costs

@@ -22,7 +22,7 @@ from luthier.config.machine import usable_cores
 from luthier.errors import RowError, UserError
 from luthier.records import MediaItem, Row, Sample
 from luthier.sources import RowBytes, RowReader
-from luthier.store.shard import EncodedSample, freeze_sample
+from luthier.store.format import EncodedSample, freeze_sample
 
 # A worker has to import the data path, load the tokenizer and make its own recordings: four seconds or so, in which one
 # process encodes a hundred megabytes. So much has to be left that all together gain by it.

@@ -19,7 +19,7 @@ import numpy as np
 from luthier.errors import StoreError, UserError
 from luthier.locks import only_user
 from luthier.store.disk import TEMPORARY, Disk, join_users
-from luthier.store.manifest import (
+from luthier.store.format import (
     ABOUT,
     FEEDS,
     LOCK,

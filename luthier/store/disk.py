@@ -143,6 +143,7 @@ def _remove_tree(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+REPAIR = "`luthier store verify --repair` drops what is damaged: those rows will be encoded again"
 HINTS = {
     errno.ENOSPC: "free space there (`luthier store gc`), or choose another folder with data.store",
     errno.EDQUOT: "free space there (`luthier store gc`), or choose another folder with data.store",

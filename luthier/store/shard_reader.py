@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from luthier.errors import StoreError
 from luthier.records import Address, Branch, MediaItem, Sample
-from luthier.store.shard import KEY_BYTES, MAGIC, ShardEntry, ShardIndex, media_from_bytes, read_counts, read_index
+from luthier.store.disk import REPAIR
+from luthier.store.format import KEY_BYTES, MAGIC, ShardEntry, ShardIndex, media_from_bytes, read_counts, read_index
 
-REPAIR = "`luthier store verify --repair` drops what is damaged: those rows will be encoded again"
 MOST_OPEN = 384  # each open shard costs a file descriptor, of which a process often has 1024
 
 

@@ -4,7 +4,7 @@
     <store>/lock                one writer at a time changes the manifest
     <store>/users               locked by all who use the store, so that nobody cleans up under them
     <store>/manifest.json       names the shards; replaced as a whole, last of all
-    <store>/shard-<hash>.bin    samples (`luthier.store.shard`)
+    <store>/shard-<hash>.bin    samples (`luthier.store.format`)
     <store>/shared-work/        work that processes share (`luthier.preparation.sharing`)
 
 A key is a digest of a row's bytes and of everything else that decides its sample (`row_key`), so a sample is encoded
@@ -36,19 +36,23 @@ from luthier.locks import SharedLock
 from luthier.packing.settings import bounds_of, take_groups
 from luthier.records import NOWHERE, Address, Ints, Sample
 from luthier.store.disk import Disk, join_users
-from luthier.store.manifest import (
+from luthier.store.format import (
     ABOUT,
     FORMAT,
+    KEY_BYTES,
     LOCK,
     MANIFEST,
     USERS,
+    EncodedSample,
     Manifest,
+    NewShard,
+    build_shard,
+    joined,
     read_manifest,
     row_key,
     store_folder,
     write_manifest,
 )
-from luthier.store.shard import KEY_BYTES, EncodedSample, NewShard, build_shard, joined
 from luthier.store.shard_reader import Shard, store_gone
 from luthier.writing import counted
 

@@ -16,8 +16,7 @@ import typer
 from luthier.cli.main import run
 from luthier.cli.store import seconds, size
 from luthier.records import Branch, Sample
-from luthier.store.manifest import row_key, store_folder
-from luthier.store.shard import freeze_sample
+from luthier.store.format import freeze_sample, row_key, store_folder
 from luthier.store.store import SampleStore, StoreWriter
 
 FINGERPRINT = "9a" * 32

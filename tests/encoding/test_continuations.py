@@ -14,7 +14,7 @@ import luthier
 from luthier.errors import RowError
 from luthier.presets import tokenizer_folder
 from luthier.records import Sample
-from luthier.store.shard import freeze_sample
+from luthier.store.format import freeze_sample
 from luthier.store.store import SampleStore, StoreWriter, row_key
 from tests.conftest import reason_is
 

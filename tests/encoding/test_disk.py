@@ -14,7 +14,7 @@ from luthier.locks import SharedLock, only_user
 from luthier.preparation.sharing import SharedWork
 from luthier.store import disk as disk_module
 from luthier.store.disk import Disk
-from luthier.store.shard import EncodedSample
+from luthier.store.format import EncodedSample
 from luthier.store.store import SampleStore, StoreWriter
 from tests.conftest import HANG_SECONDS
 

@@ -17,7 +17,7 @@ from luthier.packing.settings import PATCH_COST, PlanSettings, SegmentTable, Uni
 from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Branch, Image, ImageHeader, MediaItem, Sample
-from luthier.store.shard import freeze_sample, measure_encoders
+from luthier.store.format import freeze_sample, measure_encoders
 from luthier.store.store import SampleStore, StoreWriter, row_key
 
 FINGERPRINT = "ab" * 32

@@ -20,7 +20,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import ModelError, RowError, TemplateError, UserError
 from luthier.layout.cutting import plan_windows
 from luthier.records import Image, ImageHeader, MediaItem
-from luthier.store.shard import build_shard, freeze_sample
+from luthier.store.format import build_shard, freeze_sample
 from luthier.store.store import SampleStore, StoreWriter
 from tests.conftest import reason_is, refused
 from tests.media.media_files import image_file, picture
@@ -250,7 +250,7 @@ def test_a_stored_sample_has_its_media(tmp_path: Path, tokenizer: Any, processor
 
 def test_every_kind_of_reference_survives_the_store() -> None:
     from luthier.records import Audio, AudioHeader, Video, VideoHeader
-    from luthier.store.shard import media_from_bytes, media_to_bytes
+    from luthier.store.format import media_from_bytes, media_to_bytes
 
     sound = AudioHeader(num_samples=7, sampling_rate=16000, version="b")
     items = (

@@ -12,7 +12,7 @@ from luthier.packing.settings import PlanSettings
 from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Branch, Sample
-from luthier.store.shard import freeze_sample
+from luthier.store.format import freeze_sample
 from luthier.store.store import SampleStore, StoreWriter, row_key
 from tests.conftest import examples, refused
 

@@ -13,8 +13,7 @@ from luthier.errors import StoreError, UserError
 from luthier.locks import SharedLock
 from luthier.records import Branch, Sample
 from luthier.store.care import clean_stores, export_store, list_stores
-from luthier.store.manifest import FORMAT, MANIFEST, WORK, store_folder
-from luthier.store.shard import freeze_sample
+from luthier.store.format import FORMAT, MANIFEST, WORK, freeze_sample, store_folder
 from luthier.store.store import SampleStore, StoreWriter, row_key
 
 DAY = 86_400

@@ -11,7 +11,7 @@ from luthier.errors import StoreError
 from luthier.records import Branch, Sample
 from luthier.store import shard_reader
 from luthier.store import store as lookup
-from luthier.store.shard import EncodedSample, freeze_sample
+from luthier.store.format import EncodedSample, freeze_sample
 from luthier.store.store import KeyIndex, SampleStore, StoreWriter
 
 FINGERPRINT = "cd" * 32

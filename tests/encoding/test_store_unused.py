@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from luthier.store.care import clean_stores
-from luthier.store.manifest import FEEDS, SPOOL, UNITS
+from luthier.store.format import FEEDS, SPOOL, UNITS
 from luthier.store.store import StoreWriter
 
 DAY = 86_400.0

@@ -35,7 +35,7 @@ from luthier.packing.settings import PlanSettings
 from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.preparation.resolver import ResolvedPortion
 from luthier.records import Branch, Sample
-from luthier.store.shard import freeze_sample
+from luthier.store.format import freeze_sample
 from luthier.store.store import SampleStore, StoreWriter
 from luthier.training.data import open_live_data
 from tests.faults.loading import Line, Shape, line_of

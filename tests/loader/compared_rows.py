@@ -11,7 +11,7 @@ from luthier.layout.trees import prompt_tree
 from luthier.ledger import Ledger
 from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.records import Sample, Segment
-from luthier.store.shard import freeze_sample
+from luthier.store.format import freeze_sample
 from luthier.store.store import SampleStore, StoreWriter, row_key
 
 FINGERPRINT = "cd" * 32

@@ -14,7 +14,7 @@ from luthier.ledger import Ledger
 from luthier.loader.reader import PLACE, BatchReader, PlannedMicroBatch
 from luthier.preparation.prepared import PreparedSet, SourceInfo
 from luthier.records import Branch, Sample
-from luthier.store.shard import freeze_sample
+from luthier.store.format import freeze_sample
 from luthier.store.store import SampleStore, StoreWriter, row_key
 
 FINGERPRINT = "ab" * 32

@@ -25,7 +25,7 @@ from luthier.packing.settings import PlanSettings
 from luthier.preparation.prepared import SourceInfo
 from luthier.preparation.resolver import LostRow, ResolvedPortion
 from luthier.records import Address, Branch, Sample
-from luthier.store.shard import freeze_sample
+from luthier.store.format import freeze_sample
 from luthier.store.store import SampleStore, StoreWriter
 
 Ints = NDArray[np.int64]

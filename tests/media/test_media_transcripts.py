@@ -17,7 +17,7 @@ from luthier.errors import RowError
 from luthier.media import MediaAccess, decode, probe, split_long_sounds
 from luthier.media.processors.media_source import windows
 from luthier.records import Audio, AudioHeader, Conversation, Document, Message, Text
-from luthier.store.shard import media_from_bytes, media_to_bytes
+from luthier.store.format import media_from_bytes, media_to_bytes
 from tests.media.media_files import RATE, sound, tone, wav
 from tests.media.tiny_av_folders import write_audio_folder
 from tests.media.tiny_av_processors import qwen2_audio

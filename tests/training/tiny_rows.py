@@ -13,7 +13,7 @@ from luthier.config.schema import RunConfig
 from luthier.ledger import Ledger
 from luthier.preparation.prepared import Prepared, PreparedSet, SourceInfo
 from luthier.records import Branch, Sample
-from luthier.store.shard import freeze_sample
+from luthier.store.format import freeze_sample
 from luthier.store.store import SampleStore, StoreWriter, row_key
 from luthier.training.data import RunData, open_run_data
 

@@ -1,4 +1,6 @@
-"""A shard: one file of encoded samples. Written once, whole; never changed.
+"""The files of a store: shards of encoded samples, the manifest that vouches for them, and what all of it is called.
+
+A shard is written once, whole, and never changed:
 
     magic                                         8 bytes
     payload of sample 0, of sample 1, …           one run of bytes each, a multiple of 4 bytes long
@@ -11,6 +13,8 @@ turns and how many bytes of the others there are, int32[2], then ``prompt_turns`
 (`media_to_bytes`). So reading a sample touches one run of bytes, whose checksum is in the index. The index is vouched
 for by the manifest, with one digest for the keys and one for the rest: to look keys up, only they are read. So every
 byte is covered, and none is hashed twice.
+
+The manifest says which shards a store has, in which order. It is replaced as a whole; its first line vouches for it.
 """
 
 from __future__ import annotations
@@ -20,14 +24,22 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.errors import StoreError
 from luthier.packing.settings import bounds_of
 from luthier.records import Audio, AudioHeader, Image, ImageHeader, MediaItem, Sample, Video, VideoHeader
+from luthier.store.disk import REPAIR, Disk
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
 
 MAGIC = b"LUTSHRD5"
 KEY_BYTES = 32
@@ -352,3 +364,113 @@ def measure_encoders(sample: Sample) -> tuple[int, ...]:
 def joined(parts: Sequence[NDArray[np.integer]]) -> NDArray[np.int64]:
     """Numbers one behind the other, also if there are none."""
     return np.concatenate([np.zeros(0, np.int64), *(part.astype(np.int64, copy=False) for part in parts)])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The manifest.
+
+
+FORMAT = 5
+MANIFEST = "manifest.json"
+LOCK = "lock"  # held while the manifest is read, changed and replaced
+
+
+class ManifestDamaged(StoreError):
+    """The manifest is not as it was written: which shards the store has is not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """``digest`` is what the first line says: two manifests with the same one are the same."""
+
+    fingerprint: str
+    entries: tuple[ShardEntry, ...] = ()
+    digest: str = ""
+
+
+class _ManifestContent(msgspec.Struct, kw_only=True):
+    format: int
+    fingerprint: str
+    shards: msgspec.Raw
+
+
+def read_manifest(folder: Path, fingerprint: str | None, *, disk: Disk, known: Manifest | None = None) -> Manifest:
+    """What the store has; nothing where there is no manifest. ``known`` is given back if it still holds.
+
+    Raises `ManifestDamaged` if it is damaged, and `StoreError` if it cannot be read or belongs to another version of
+    Luthier, or to another encoder than ``fingerprint`` (None: any).
+    """
+    path = folder / MANIFEST
+    raw = disk.read(path)
+    if raw is None:
+        return Manifest(fingerprint=fingerprint or "")
+    first, _, body = raw.partition(b"\n")
+    found = hashlib.sha256(body).hexdigest()
+    if first != found.encode():
+        raise ManifestDamaged(
+            f"{path}: the manifest is damaged: its digest should be {first[:64]!r}, but is {found}", hint=REPAIR
+        )
+    if known is not None and known.digest == found:
+        return known
+    try:
+        content = msgspec.json.decode(body, type=_ManifestContent)
+        _check(path, "format", content.format, FORMAT)
+        _check(path, "fingerprint", content.fingerprint, fingerprint or content.fingerprint)
+        entries = msgspec.json.decode(content.shards, type=tuple[ShardEntry, ...])
+    except msgspec.MsgspecError as error:
+        raise StoreError(f"{path}: the manifest was not written by Luthier: {error}", hint=REPAIR) from error
+    return Manifest(fingerprint=content.fingerprint, entries=entries, digest=found)
+
+
+def write_manifest(folder: Path, fingerprint: str, entries: Sequence[ShardEntry], *, disk: Disk) -> None:
+    """Replace the manifest; hold `LOCK`. Raises `StoreError`."""
+    shards = [msgspec.json.encode(entry) for entry in entries]
+    head = b'{"format": %d, "fingerprint": %s, "shards": [\n' % (FORMAT, msgspec.json.encode(fingerprint))
+    body = head + b",\n".join(shards) + b"\n]}\n"
+    disk.publish(folder / MANIFEST, [hashlib.sha256(body).hexdigest().encode() + b"\n" + body])
+
+
+def _check(path: Path, name: str, found: object, mine: object) -> None:
+    if found != mine:
+        hint = "choose another folder with data.store, or delete this one: its samples will be encoded again"
+        raise StoreError(f"{path}: the store's {name} is {found}, this run's is {mine}", hint=hint)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What rows and stores are called: the key of a row, the folder of an encoder's samples, the files in it.
+
+
+ABOUT = "about.json"
+USERS = "users"
+WORK = "shared-work"
+UNITS = "units"  # in a store: results of stretches of files, by the digest of their bytes
+SPOOL = "spool"  # beside the stores: rows of files that can only be read from their beginning
+BLOBS = "media"  # beside the stores: files that rows hold themselves, by the digest of their bytes
+FEEDS = "feeds"  # beside the stores: what is handed to runs that train while their rows are prepared
+
+
+def row_key(raw: bytes, *, fingerprint: str, conversion: str) -> bytes:
+    """The key of a row: ``fingerprint`` covers how rows are encoded, ``conversion`` how they are read."""
+    digest = _key_prefix(fingerprint, conversion).copy()
+    digest.update(raw)
+    return digest.digest()
+
+
+def default_root() -> Path:
+    """Where stores are unless ``data.store`` says otherwise."""
+    return Path.home() / ".cache" / "luthier" / "store"
+
+
+def store_folder(root: Path | None, fingerprint: str) -> Path:
+    """Where the samples of one encoder are kept; ``root`` None is ``~/.cache/luthier/store``."""
+    return (default_root() if root is None else root) / f"v{FORMAT}-{fingerprint[:32]}"
+
+
+@lru_cache(maxsize=64)
+def _key_prefix(fingerprint: str, conversion: str) -> _Hash:
+    # lengths in front, so that no two (fingerprint, conversion, row) are spelled the same
+    digest = hashlib.sha256()
+    for part in (fingerprint.encode(), conversion.encode()):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest
