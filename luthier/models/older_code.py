@@ -89,9 +89,11 @@ def _fit_config(kind: Any) -> None:
     own = PretrainedConfig.rope_scaling
 
     def scaling(self: PretrainedConfig) -> dict[str, Any] | None:
-        # version 5 also writes down here that nothing is scaled
+        # version 5 also writes down here that nothing is scaled, and the base of frequencies
         found: dict[str, Any] | None = own.__get__(self)
-        return None if found and found.get("rope_type", "default") == "default" else found
+        if found and found.get("rope_type", "default") == "default" and not set(found) - {"rope_type", "rope_theta"}:
+            return None
+        return found
 
     kind.rope_scaling = property(scaling, own.__set__)
     kind.pruned_heads = {}
@@ -134,7 +136,8 @@ def _usual_frequencies(
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     size = int(size * getattr(config, "partial_rotary_factor", 1.0))
     exponents = torch.arange(0, size, 2, dtype=torch.int64).to(device=device, dtype=torch.float) / size
-    return 1.0 / config.rope_theta**exponents, 1.0
+    theta: float = getattr(config, "rope_theta", None) or config.rope_parameters["rope_theta"]
+    return 1.0 / theta**exponents, 1.0
 
 
 def restore_buffers(model: PreTrainedModel) -> int:

@@ -9,11 +9,18 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from torchvision.transforms.v2.functional import InterpolationMode, pil_to_tensor, resize
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 import luthier
 from luthier.check.verify.run import verify
 from luthier.config.choices import ModelPart
+from luthier.config.inputs import MediaConfig
 from luthier.errors import ConfigError, ModelError, RowError, UserError
+from luthier.media.processors.processor import MediaProcessor
 from luthier.models.batch_invariance import hook
 from luthier.models.model import reward_class
 from luthier.models.submodules import find_parts
@@ -22,7 +29,7 @@ from luthier.records import Sample
 from tests.conftest import reason_is
 from tests.media.media_files import image_file, picture, tone, wav
 from tests.training.tiny_file_runs import config_of, made_model, trained
-from tests.training.tiny_moss_vl import MARK, MossVL, write_folder
+from tests.training.tiny_moss_vl import MARK, PATCH, MossVL, write_folder, write_published
 
 SIZES = {"a": (30, 50), "b": (20, 20), "c": (90, 40)}
 ASKED = ["a", "", "bc", "cab", "b"]
@@ -151,3 +158,35 @@ def test_what_the_class_cannot_do_here_is_refused(folder: Path, tmp_path: Path) 
 def test_its_parts_are_the_tower_its_merger_and_the_rest(folder: Path) -> None:
     parts = find_parts(made_model(folder))
     assert (parts.tower, parts.projector) == (("model.visual",), ("model.visual.merger",))
+
+
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with code, of a kind of model that transformers does not know."""
+    monkeypatch.delitem(CONFIG_MAPPING._extra_content, "moss_vl")
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, PROCESSOR_MAPPING, IMAGE_PROCESSOR_MAPPING):
+        known = [kind for kind in mapping._extra_content if kind.__name__ == "MossVLConfig"]
+        for kind in known:
+            monkeypatch.delitem(mapping._extra_content, kind)
+    return write_published(tmp_path / "published")
+
+
+def test_a_picture_is_resized_as_its_published_code_says(published: Path) -> None:
+    media = MediaProcessor.load(str(published), MediaConfig(), trust_remote_code=True, model_type="moss_vl")
+    assert media is not None and type(media.processor).__module__.startswith("transformers_modules.")
+    found = media.processor.image_processor([picture(30, 20)], return_tensors="pt")["pixel_values"]
+    wanted = resize(pil_to_tensor(picture(30, 20)), [2 * PATCH, 3 * PATCH], InterpolationMode.BICUBIC) / 255
+    wanted = wanted.reshape(3, 2, PATCH, 3, PATCH).permute(1, 3, 0, 2, 4).reshape(6, -1)
+    assert torch.equal(found, wanted)
+
+
+def test_a_model_of_its_published_code_is_trained_and_written(published: Path, tmp_path: Path) -> None:
+    rows, batch = [row(names) for names in ASKED], {"train__per_device_train_batch_size": len(ASKED)}
+    own = {"model__trust_remote_code": True}
+    first = trained(config_of(published, tmp_path, rows, **own, **batch, output__dir=str(tmp_path / "first")))
+    assert first.steps[-1].loss < first.steps[0].loss - 0.3, "it learns"
+    again = config_of(
+        first.path / first.model_dir, tmp_path, rows, **own, **batch, model__random_init=False,
+        output__dir=str(tmp_path / "second"),
+    )  # fmt: skip
+    assert trained(again).steps[0].loss < first.steps[-1].loss, "and what it learned was written"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.media.tiny_processors import tiny_tokenizer
 
+CODE = Path(__file__).with_name("code_of_moss_vl")
 PATCH, SIZE = 4, 32
 SLOT, MARK = "<|image_pad|>", "<|image|>"
 CHAT = (
@@ -187,4 +189,23 @@ def write_folder(folder: Path) -> Path:
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         image_token_id=tokenizer.convert_tokens_to_ids(SLOT),
     ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def write_published(folder: Path) -> Path:
+    """The same with its code, written for transformers 4, as its users have it."""
+    write_folder(folder)
+    for code in CODE.glob("*.py"):
+        (folder / code.name).write_text(code.read_text(encoding="utf-8"), encoding="utf-8")
+    kinds = {
+        "AutoConfig": "configuration_moss_vl.MossVLConfig",
+        "AutoModelForCausalLM": "modeling_moss_vl.MossVLForConditionalGeneration",
+    }
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": kinds}))
+    kinds = {"AutoImageProcessor": "MossVLImageProcessor", "AutoProcessor": "MossVLProcessor"}
+    kinds = {auto: f"processing_moss_vl.{kind}" for auto, kind in kinds.items()}
+    (folder / "processor_config.json").unlink()
+    processor = {"image_processor_type": "MossVLImageProcessor", "processor_class": "MossVLProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps({**processor, "auto_map": kinds}))
     return folder

@@ -472,6 +472,7 @@ REMOTE_ROWS = (
         packing=PackingSupport.PADDED,
         reason="its cross-attention sees images of the whole row",
         undrawn="its class keeps caches as older versions of transformers had them",
+        older_code=True,
         modules=Modules(tower=("model.visual",), projector=("model.visual.merger",)),
     ),
     MINICPMV,

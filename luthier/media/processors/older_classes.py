@@ -14,12 +14,16 @@ if TYPE_CHECKING:
 
 
 def offer_older_names() -> None:
-    """Let files import from transformers what the options of an image processor were called in version 4."""
-    from transformers import image_processing_backends
+    """Let files import from transformers what the options of an image processor were called in version 4, and what it
+    said of a video processor's.
+    """
+    from transformers import image_processing_backends, video_processing_utils
     from transformers.processing_utils import ImagesKwargs
 
     if not hasattr(image_processing_backends, "DefaultFastImageProcessorKwargs"):
         image_processing_backends.DefaultFastImageProcessorKwargs = ImagesKwargs
+    if not hasattr(video_processing_utils, "BASE_VIDEO_PROCESSOR_DOCSTRING"):
+        video_processing_utils.BASE_VIDEO_PROCESSOR_DOCSTRING = ""
 
 
 def call_as_newer(processor: Processor) -> None:
@@ -28,12 +32,13 @@ def call_as_newer(processor: Processor) -> None:
     own = getattr(kind, "_preprocess", None)
     if own is None or kind.__module__.startswith("transformers.") or "interpolation" not in signature(own).parameters:
         return
-    from transformers.image_processing_backends import pil_torch_interpolation_mapping
+    from transformers.image_processing_backends import TorchvisionBackend, pil_torch_interpolation_mapping
 
     def preprocess(self: Any, images: Any, *args: Any, resample: Any = None, **kwargs: Any) -> Any:
         return own(self, images, *args, interpolation=pil_torch_interpolation_mapping.get(resample, resample), **kwargs)
 
-    resize_own = kind.resize
+    # a class of version 5 may choose the size in here, and then takes other arguments than version 4 gives
+    resize_own = kind.resize if "image" in signature(kind.resize).parameters else TorchvisionBackend.resize
 
     def resize(self: Any, image: Any, size: Any, interpolation: Any = None, **kwargs: Any) -> Any:
         return resize_own(self, image, size, **{"resample": interpolation, **kwargs})
