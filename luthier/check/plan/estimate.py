@@ -205,7 +205,8 @@ def _cast_bytes(shape: ModelShape, config: RunConfig, *, in_16_bits: bool) -> in
         return whole
     frozen = (shape.body - shape.trained_body) * bool(shape.adapted) * shape.is_single
     held = frozen // shape.layers if config.train.gradient_checkpointing else frozen
-    return whole + 2 * (held + (shape.trainable if shape.is_single or shape.adapted else 0))
+    trained = shape.trainable - shape.trained_experts
+    return whole + 2 * (held + (trained if shape.is_single or shape.adapted else 0))
 
 
 def _activation_bytes(shape: ModelShape, tokens: int, config: RunConfig, *, in_16_bits: bool, on_gpu: bool) -> int:
@@ -214,19 +215,26 @@ def _activation_bytes(shape: ModelShape, tokens: int, config: RunConfig, *, in_1
     size, recomputes = 2 if in_16_bits else 4, config.train.gradient_checkpointing
     stream = 4 if shape.is_single else size  # the stream between layers has the type of the weights
     made_whole = size * (shape.kept_whole + shape.made_anew)
+    # q and k after rotation, v (which is a part of what came before, where one matrix makes all three), what comes out
+    attention = size * (2 + shape.in_one) * (shape.queries + shape.keys)
     if shape.adapted:
         beside, made = _adapter_bytes(shape, config, in_16_bits=in_16_bits, on_gpu=on_gpu)
-        # norms in 32 bits; attention: q, k and v, repeated for each head of q, and what comes out; feed-forward: gate,
-        # gate after its function, up. What frozen weights are multiplied with is not kept.
-        in_norms = shape.norms * shape.width + (shape.queries + shape.keys) * shape.norms_heads
-        per_layer = 4 * in_norms + size * (4 * shape.queries + 3 * shape.feed_forward) + beside // shape.layers
+        # norms keep what goes in, in 32 bits but for torch's own on a CPU; frozen weights, not what they multiply
+        in_norms = stream if shape.norms_by_torch and not on_gpu else 4
+        in_norms *= shape.norms * shape.width + (shape.queries + shape.keys) * shape.norms_heads
+        inside = (shape.kept_inside - 1) * shape.feed_forward + shape.experts * shape.width
+        per_layer = in_norms + attention + size * inside + beside // shape.layers
         made_whole += made
     else:
-        # norms: what goes in, in 32 bits twice; attention: q, k, v, q and k again after rotation, what comes out;
-        # feed-forward: gate, gate after its function, up, their product
-        norms = 16 if shape.trains_norms or not shape.is_single else 0
-        per_layer = shape.width * (4 * stream + norms)
-        per_layer += size * (3 * shape.queries + 3 * shape.keys + 4 * shape.feed_forward)
+        # norms: what goes in, in 32 bits, and before it is scaled. What the first matrices of attention and of the
+        # feed-forward read: once, or where it is in 32 bits as a copy for each of q, k, v, gate and up. Experts are not
+        # cast: what they compute, what they read and what they give has the type of their weights.
+        copies = 5 if size < stream else 2
+        norms = (4 if shape.norms_by_torch else 4 + stream) if shape.trains_norms or not shape.is_single else 4
+        in_heads = (4 + size) * (shape.queries + shape.keys) * shape.norms_heads
+        inside = shape.kept_inside * shape.feed_forward + 2 * shape.experts * shape.width
+        per_layer = shape.width * (shape.norms * norms + copies * size) + in_heads + attention
+        per_layer += (stream if shape.experts else size) * inside
     if recomputes:
         widest = size * shape.feed_forward
         return tokens * (shape.layers * stream * shape.width + per_layer + widest) + made_whole // shape.layers
@@ -241,8 +249,8 @@ def _adapter_bytes(shape: ModelShape, config: RunConfig, *, in_16_bits: bool, on
     adapter what it let through, and its mask: a byte on a GPU, 32 bits elsewhere.
     """
     size, adapter, mask = 2 if in_16_bits else 4, config.adapter, 1 if on_gpu else 4
-    inputs, outputs, ranks, between, squares, shared = np.array(
-        [(into, out, rank, (into + out) * rank, into * out, into * first)
+    inputs, outputs, ranks, between, squares, shared = np.array(  # what attention gives is kept already
+        [(into, out, rank, (into + out) * rank, into * out, into * (first and not into == shape.queries != shape.width))
          for _, into, out, rank, first in _with_firsts(shape.adapted)]
     ).sum(axis=0).tolist()  # fmt: skip
     drops = mask * inputs if adapter.lora_dropout else 0

@@ -77,6 +77,7 @@ class ModelShape:
     read_by_experts          numbers that these are multiplied with, for each token in all layers
     trains_norms             whether norms are trained, which keeps what they multiply
     norms                    norms of the residual stream in a layer
+    norms_by_torch           whether they are torch's own `LayerNorm`, which keeps its input and nothing more
     norms_heads              whether queries and keys have norms of their own
     adapted                  of each linear layer with an adapter: the module that holds it, its inputs, outputs, rank
     gradient_bytes           of those that are trained
@@ -85,6 +86,10 @@ class ModelShape:
     head                     parameters of the head, which is computed at targets only
     trains_head              whether the head has gradients
     width, feed_forward      of the residual stream, and inside the feed-forward (all chosen experts together)
+    kept_inside              how many tensors as wide as the feed-forward a step keeps in it, if it is trained
+    experts                  how many experts each token goes through; 0: there are none
+    trained_experts          numbers of those weights of experts that are trained and in one tensor for all experts
+    in_one                   whether queries, keys and values are made by one matrix, and are kept as one
     queries, keys            heads x their width, of queries and of keys
     windows                  of each layer: how many tokens back it looks; None: all, 0: it has no attention
     """
@@ -99,6 +104,7 @@ class ModelShape:
     read_by_experts: int
     trains_norms: bool
     norms: int
+    norms_by_torch: bool
     norms_heads: bool
     adapted: tuple[tuple[str, int, int, int], ...]
     gradient_bytes: int
@@ -109,6 +115,10 @@ class ModelShape:
     trains_head: bool
     width: int
     feed_forward: int
+    kept_inside: int
+    experts: int
+    trained_experts: int
+    in_one: bool
     queries: int
     keys: int
     vocabulary: int
@@ -152,7 +162,9 @@ def shape_of(
         raise ModelError(f"the shape of {type(model).__name__} is not known: {error}") from error
     said: Mapping[str, Any] = config.to_dict()
     head_width = said.get("head_dim") or width // heads
-    active, experts = _share_of_experts(said), int(said.get("num_experts_per_tok") or 1)
+    active = _share_of_experts(said)
+    experts = int(said["num_experts_per_tok"]) if active < 1 else 0
+    queries, keys = heads * head_width, (said.get("num_key_value_heads") or heads) * head_width
     table = (int(config.vocab_size), int(width))
     everything = list(model.named_parameters())
     whole = [one for _, one in everything if not (one.requires_grad and quantized) and id(one) not in quantized]
@@ -161,7 +173,8 @@ def shape_of(
     norms = [name for name, one in everything if name.endswith("norm.weight") and one.numel() == width]
     norms = [name for name in norms if not name.endswith(("q_norm.weight", "k_norm.weight"))]
     return ModelShape(
-        norms=max(2, len(norms) // layers),
+        norms=len(norms) // layers or 2,
+        norms_by_torch=any(type(module).__name__ == "LayerNorm" for module in model.modules()),
         norms_heads=any(name.endswith("q_norm.weight") for name, _ in everything),
         adapted=tuple(_adapted(model)),
         parameters=sum(one.numel() for _, one in everything),
@@ -181,8 +194,12 @@ def shape_of(
         trains_head=any(one.requires_grad for _, one in everything if tuple(one.shape) == table),
         width=width,
         feed_forward=_feed_forward(said, width),
-        queries=heads * head_width,
-        keys=(said.get("num_key_value_heads") or heads) * head_width,
+        kept_inside=4 if experts else _kept_inside(said, [one for _, one in matrices], width, layers),
+        experts=experts,
+        trained_experts=sum(one.numel() for _, one in everything if one.requires_grad and one.ndim > 2),
+        in_one=any(len(one) == queries + 2 * keys and one.shape[-1] == width for _, one in matrices),
+        queries=queries,
+        keys=keys,
         vocabulary=table[0],
         windows=tuple(_windows(said, layers)),
     )
@@ -235,6 +252,20 @@ def _feed_forward(said: Mapping[str, Any], width: int) -> int:
     shared = int(said.get("shared_expert_intermediate_size") or one * int(said.get("n_shared_experts") or 0))
     dense = min(layers, int(said.get("first_k_dense_replace") or len(said.get("mlp_only_layers") or ())))
     return (dense * whole + (layers - dense) * (one * chosen + shared)) // layers
+
+
+_ONE_STEP = {"gelu", "gelu_pytorch_tanh", "relu", "silu", "swish"}  # activations that keep their input alone
+
+
+def _kept_inside(said: Mapping[str, Any], matrices: list[torch.nn.Parameter], width: int, layers: int) -> int:
+    """With a gate: the gate, what its function makes of it, what it is multiplied with, and their product. Without one:
+    what goes into the function and what comes out, and three more of a function that is written as a formula."""
+    inside = int(said.get("intermediate_size") or 4 * width)
+    sizes = [one.numel() for one in matrices if inside in one.shape or 2 * inside in one.shape]
+    if sum(sizes) > 2.5 * layers * width * inside:
+        return 4
+    names = [said.get(name) for name in ("hidden_act", "hidden_activation", "activation_function")]
+    return 2 if _ONE_STEP.intersection(filter(None, names)) else 5
 
 
 def _windows(said: Mapping[str, Any], layers: int) -> Iterator[int | None]:
