@@ -121,7 +121,7 @@ class PlannerPlace:
     position: int
     ordinal: int
     lost: int
-    carried: NDArray[Any]
+    carried: NDArray[np.void]
     packer: Mapping[str, object]
 
     def to_json(self) -> dict[str, object]:
@@ -186,7 +186,7 @@ class EpochPlanner:
             self._go_to(place)
 
     @property
-    def occurrences(self) -> NDArray[Any]:
+    def occurrences(self) -> NDArray[np.void]:
         """Of dtype `OCCURRENCE`: the segments of the rows taken so far. A row that is in the order twice is there
         twice."""
         return self._occurrences.records
@@ -262,7 +262,7 @@ class EpochPlanner:
 
     # ------------------------------------------------------------------------------------------------- the rows
 
-    def _look_at(self, rows: Ints, positions: Ints) -> tuple[NDArray[Any], SegmentTable, Ints]:
+    def _look_at(self, rows: Ints, positions: Ints) -> tuple[NDArray[np.void], SegmentTable, Ints]:
         """The segments of some rows, what is packed of them as one, and which segments these begin with."""
         segments, counts = self.rows.segments_of(rows)
         at = np.repeat(positions, counts)
@@ -276,7 +276,7 @@ class EpochPlanner:
         records["unit"][bounds[:-1]] = np.diff(bounds)
         return records, unit_table(table, lengths, self.settings) if len(segments) else table, bounds[:-1]
 
-    def _push(self, records: NDArray[Any], units: SegmentTable, heads: Ints) -> None:
+    def _push(self, records: NDArray[np.void], units: SegmentTable, heads: Ints) -> None:
         heads = heads + len(self._occurrences)
         self._occurrences.append(records)
         self.tokens += int(units.lengths.sum())
@@ -340,7 +340,7 @@ _KEPT = ("windows", "taken", "left", "skip", "micro_batches", "balance")  # of a
 class GrowingTable:
     """Records of one dtype. ``table.records`` is a view of what is there; do not keep it over an `append`."""
 
-    def __init__(self, dtype: np.dtype[Any]) -> None:
+    def __init__(self, dtype: np.dtype[np.void]) -> None:
         self._memory = np.zeros(2 * LARGEST_BLOCK, dtype=dtype)
         self._length = 0
 
@@ -348,10 +348,10 @@ class GrowingTable:
         return self._length
 
     @property
-    def records(self) -> NDArray[Any]:
+    def records(self) -> NDArray[np.void]:
         return self._memory[: self._length]
 
-    def append(self, records: NDArray[Any]) -> None:
+    def append(self, records: NDArray[np.void]) -> None:
         needed = self._length + len(records)
         if needed > len(self._memory):
             grown = np.zeros(max(needed, 2 * len(self._memory)), dtype=self._memory.dtype)
@@ -361,7 +361,7 @@ class GrowingTable:
         self._length = needed
 
 
-def _note_rows(records: NDArray[Any], start: int, stop: int, lost: int, *, begins_within: bool) -> int:
+def _note_rows(records: NDArray[np.void], start: int, stop: int, lost: int, *, begins_within: bool) -> int:
     """Write how many rows of the places ``start:stop`` are used up with each segment; ``lost`` rows come before. How
     many are lost at the end. ``begins_within``: the first row was used up before."""
     heads = np.flatnonzero(records["ordinal"] == 0)

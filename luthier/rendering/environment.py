@@ -214,7 +214,7 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., obje
             value = map(jinja_filters.make_attrgetter(environment, attribute), value)
         return concatenate([text(d)], trace_of()).join(map(text, value))
 
-    def tojson(value: Any, *args: Any, **kwargs: Any) -> Tracked:
+    def tojson(value: object, *args: Any, **kwargs: Any) -> Tracked:
         names = ("ensure_ascii", "indent", "separators", "sort_keys")
         return dump_json(value, trace_of(), **dict(zip(names, args, strict=False)), **kwargs)
 
@@ -240,7 +240,12 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., obje
 
     @pass_environment
     def truncate(
-        environment: Sandbox, value: Any, length: int = 255, killwords: Any = False, end: Any = None, leeway: Any = None
+        environment: Sandbox,
+        value: Any,
+        length: int = 255,
+        killwords: bool = False,
+        end: str | None = None,
+        leeway: int | None = None,
     ) -> object:
         end = own_text("...", trace_of()) if end is None else text(end)
         return cut_short(environment, text(value), length, killwords, end, leeway)
@@ -295,7 +300,7 @@ def _for_own_text(name: str, function: Callable[..., object], trace_of: Callable
 
 def _pinning(function: Any) -> Callable[..., object]:
     @functools.wraps(function)
-    def looking(*args: Any, **kwargs: Any) -> object:
+    def looking(*args: object, **kwargs: object) -> object:
         pin([arg for arg in args if not isinstance(arg, Context | Environment | nodes.EvalContext)])
         pin(kwargs)
         return function(*args, **kwargs)
@@ -467,7 +472,7 @@ class TrackingEnvironment(Sandbox):
         fields, is_map = SandboxedFormatter(self), value.__name__ == "format_map"
 
         @functools.wraps(value)  # the name by which it is measured
-        def formatted(*args: Any, **kwargs: Any) -> Any:
+        def formatted(*args: Any, **kwargs: object) -> str:
             if is_map and (len(args) != 1 or kwargs):
                 raise TypeError("format_map() takes exactly one argument")
             given, named = ((), args[0]) if is_map else (args, kwargs)

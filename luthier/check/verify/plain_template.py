@@ -29,6 +29,7 @@ from luthier.presets.named_templates import named_template, stop_tokens
 from luthier.records import Audio, Image, Message, Text, Thinking, ToolCall, Video
 from luthier.templating.limits import TemplateSettings
 from luthier.templating.sandbox import TEMPLATE_ERRORS, plain_environment
+from luthier.writing import JsonObject
 
 Tools = Sequence[Mapping[str, object]]
 KINDS = {Image: "image", Video: "video", Audio: "audio"}
@@ -47,7 +48,7 @@ class Printer(Protocol):
     """What verification asks of a template."""
 
     @property
-    def kwargs(self) -> dict[str, Any]:
+    def kwargs(self) -> JsonObject:
         """The variables that the run gives it."""
 
     @property
@@ -64,7 +65,7 @@ class Printer(Protocol):
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
-def thinking_switches(printer: Printer) -> Iterator[dict[str, Any]]:
+def thinking_switches(printer: Printer) -> Iterator[JsonObject]:
     """The positions of the switch that a run leaves open: none said, then off and on of each name that is read."""
     yield {}
     for name in THINKING_SWITCHES:
@@ -92,7 +93,7 @@ class PlainTemplate:
     ) -> None:
         self.source, self.special_tokens, self._kwargs = source, dict(special_tokens), dict(kwargs)
         self.opening = "".join(opening)
-        self._plain: dict[int, tuple[Message, dict[str, Any]]] = {}
+        self._plain: dict[int, tuple[Message, JsonObject]] = {}
         self.settings = settings or TemplateSettings()
         self.now = self.settings.now or datetime.now()  # for all rows, whoever renders them
         self._environment = plain_environment(self.now, self.settings.limits)
@@ -103,7 +104,7 @@ class PlainTemplate:
         self.inline = {kind: text for kind, text in (inline or {}).items() if kind not in taken}
 
     @property
-    def kwargs(self) -> dict[str, Any]:
+    def kwargs(self) -> JsonObject:
         return self._kwargs
 
     @cached_property
@@ -141,13 +142,13 @@ class PlainTemplate:
         text = self._run(self.plain(messages), tools, generation_prompt=generation_prompt, **kwargs)
         return text if text.startswith(self.opening) else self.opening + text
 
-    def plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def plain(self, messages: Sequence[Message]) -> list[JsonObject]:
         """Messages as the template is given them. Those of a long row are asked for again with each of its turns."""
         if len(self._plain) > MOST_KEPT:
             self._plain.clear()
         return [self._plain_message(message) for message in messages]
 
-    def _plain_message(self, message: Message) -> dict[str, Any]:
+    def _plain_message(self, message: Message) -> JsonObject:
         known = self._plain.get(id(message))
         if known is None or known[0] is not message:
             made = plain_message(message, parts=self.takes_parts, inline=self.inline)
@@ -191,9 +192,9 @@ class PlainTemplate:
         return all(text.count(token) == 1 for text in texts)
 
 
-def plain_message(message: Message, *, parts: bool = False, inline: Mapping[str, str] | None = None) -> dict[str, Any]:
+def plain_message(message: Message, *, parts: bool = False, inline: Mapping[str, str] | None = None) -> JsonObject:
     """A message in Hugging Face's form, ``parts``: with its content as a list of them."""
-    content: list[dict[str, Any]] = []
+    content: list[JsonObject] = []
     for part in message.parts:
         if isinstance(part, Image | Video | Audio) and KINDS[type(part)] not in (inline or {}):
             content.append({"type": KINDS[type(part)]})
@@ -338,7 +339,7 @@ class RunSections(Protocol):
 class _TokenList(msgspec.Struct):
     """A tokenizer's file but for all else that it has, which is read over."""
 
-    added_tokens: list[dict[str, Any]] = []
+    added_tokens: list[JsonObject] = []
 
 
 @dataclass(frozen=True)
@@ -360,7 +361,7 @@ class ReferenceFiles:
         return (self.folder / "tokenizer.json").read_text(encoding="utf-8")
 
     @cached_property
-    def added_entries(self) -> list[dict[str, Any]]:
+    def added_entries(self) -> list[JsonObject]:
         """The file's list of added tokens."""
         return msgspec.json.decode(self.tokenizer_json, type=_TokenList).added_tokens
 
@@ -447,10 +448,10 @@ class ReferenceFiles:
         return of_tokenizer
 
     @cached_property
-    def _config(self) -> Mapping[str, Any]:
+    def _config(self) -> JsonObject:
         return self._read("tokenizer_config.json")
 
-    def _read(self, name: str) -> Mapping[str, Any]:
+    def _read(self, name: str) -> JsonObject:
         path = self.folder / name
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
