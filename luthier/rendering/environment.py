@@ -240,12 +240,7 @@ def _text_filters(trace_of: Callable[[], Trace]) -> dict[str, Callable[..., obje
 
     @pass_environment
     def truncate(
-        environment: Sandbox,
-        value: Any,
-        length: int = 255,
-        killwords: bool = False,
-        end: str | None = None,
-        leeway: int | None = None,
+        environment: Sandbox, value: Any, length: int = 255, killwords: Any = False, end: Any = None, leeway: Any = None
     ) -> object:
         end = own_text("...", trace_of()) if end is None else text(end)
         return cut_short(environment, text(value), length, killwords, end, leeway)
