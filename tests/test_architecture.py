@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import graphlib
 import re
 import signal
@@ -16,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import process_state
-
-PACKAGE = Path(__file__).resolve().parents[1] / "luthier"
+from tests.package_trees import PACKAGE, modules, parsed
 
 # Lowest first. A room may import rooms of earlier lines, and itself; rooms of one line are blind to each other,
 # except for the records of line one.
@@ -56,17 +54,6 @@ EXCUSED_FUNCTIONS: dict[str, str] = {
     "cli/inspection.py:show": "a command has an argument for each of its options",
     "cli/inspection.py:verify": "a command has an argument for each of its options",
 }
-
-
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a file, which several tests look at."""
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def modules(package: Path = PACKAGE) -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(package.rglob("*.py")):
-        yield path.relative_to(package).as_posix(), parsed(path)
 
 
 def room_of(name: str) -> str:

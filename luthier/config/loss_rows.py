@@ -37,10 +37,10 @@ class Loss:
     estimates_kl     another row's completion under each prompt, to estimate a KL divergence
     per_token        log-probabilities per target, not of whole answers
     sorts            function of `PairScores` that gives the two sets that it compares in ascending order over the step
-    needs_delta      the running mean of rewards (``baselines.delta``)
-    needs_kl         the mean log-ratios of the step's answers (``baselines.chosen_kl``, ``rejected_kl``)
-    needs_alignment  how much answers look like the policy's own (``scores.alignment_P``)
-    needs_entropy    the entropy of the likeliest tokens (``quantities.entropy_C``)
+    needs_delta      the running mean of rewards (``delta`` of `FeedbackBaselines` and `PairBaselines`)
+    needs_kl         the mean log-ratios of the step's answers (`PairBaselines.chosen_kl`, ``rejected_kl``)
+    needs_alignment  how much answers look like the policy's own (`PairScores.alignment_P`)
+    needs_entropy    the entropy of the likeliest tokens (`TokenQuantities.entropy_C`)
     is_plain         nothing: it is cross-entropy as it is, which kernels of other libraries know
 
     Of a loss over answers that are drawn in the run:

@@ -135,7 +135,7 @@ class RowTable:
         return bool(self._table.records["place"]["held"].any())
 
     def segments_of(self, rows: Ints) -> tuple[Ints, Ints]:
-        """As in `packing.RowSegments`. Raises whatever stopped the rows from coming, and `BudgetError`."""
+        """As in `packing.planner.RowSegments`. Raises whatever stopped the rows from coming, and `BudgetError`."""
         self.wait_for(rows)
         return spread(self._first[rows], self._count[rows])
 

@@ -37,8 +37,8 @@ class StreamPlan:
 
     settings   as for `plan_epoch`; ``order`` gives the rows of each epoch, by number
     horizon    how many steps the run is expected to have, and learning rates are made for. It is exact with
-               ``max_steps`` and where epochs are planned at once (`packing.is_at_once`), else estimated from the first
-               steps; and so always the same for the same data
+               ``max_steps`` and where epochs are planned at once (`packing.packer.is_at_once`), else estimated from the
+               first steps; and so always the same for the same data
     is_exact   whether ``horizon`` is
     has_trees  whether segments of some row that is here before the first step share their beginnings
     """

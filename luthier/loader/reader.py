@@ -20,10 +20,11 @@ from luthier.records import NOWHERE, Address, Batch, Pack, Sample, Segment, Unit
 from luthier.store.store import SampleStore
 
 # One record a segment: leaf ``leaf`` of sample ``sample``, its first ``head`` tokens and ``start:stop``, ``open_end``
-# as in `layout.SegmentCut`; ``file`` and ``row`` say where its row was read, ``source`` from which data set. Where it
-# is compared, its first ``prompt`` tokens are the prompt. Where ``tail_stop`` is not 0, tokens ``tail_start:tail_stop``
-# of the first leaf of sample ``tail`` follow: another row's completion. ``encoder`` is what encoders run through for
-# its media (`SegmentIndex.encoder_lengths`). Its first ``held`` tokens are those of the segment before it.
+# as in `layout.cutting.SegmentCut`; ``file`` and ``row`` say where its row was read, ``source`` from which data set.
+# Where it is compared, its first ``prompt`` tokens are the prompt. Where ``tail_stop`` is not 0, tokens
+# ``tail_start:tail_stop`` of the first leaf of sample ``tail`` follow: another row's completion. ``encoder`` is what
+# encoders run through for its media (`SegmentIndex.encoder_lengths`). Its first ``held`` tokens are those of the
+# segment before it.
 PLACE = np.dtype(
     [
         ("sample", "<i8"),

@@ -431,7 +431,8 @@ def plan_attention(
     [[whole 3, whole 2]], 6    -> lengths (3, 2, 1), contexts ((), (), None)
     [[root 3, child 2, child 2]], 7 -> lengths (3, 2, 2), contexts ((), (0,), (0,))
 
-    With token types [B, T] (`layout.TokenType`) the tokens of a picture see each other in the layers of ``reach``.
+    With token types [B, T] (`layout.position_schemes.TokenType`) the tokens of a picture see each other in the layers
+    of ``reach``.
     """
     lengths: list[int] = []
     contexts: list[tuple[int, ...] | None] = []

@@ -3,7 +3,7 @@
 way           what the model gets beside ids and positions                     trees   cost of attention
 segments      a plan for `models.attention`                                    yes     sum of squares of segments
 positions     nothing: transformers sees that positions restart                no      square of the row
-masks         a mask for each kind of layer, made by `layout.tree_mask`        yes     square of the row
+masks         a mask for each kind of layer, made by `layout.trees.tree_mask`  yes     square of the row
 blocks        the same for FlexAttention, on a GPU                             yes     blocks in which some pair is seen
 padded        a mask of padding; rows of one segment                           no      square of the row
 """
@@ -113,7 +113,7 @@ def tree_mask_mod(
     blocks: Sequence[NDArray[np.int64]] | None = None,
     whole_blocks: bool = False,
 ) -> Callable[..., torch.Tensor]:
-    """`layout.tree_mask` as FlexAttention asks for it: ``(b, h, q, kv) -> bool``. Padding sees padding."""
+    """`layout.trees.tree_mask` as FlexAttention asks for it: ``(b, h, q, kv) -> bool``. Padding sees padding."""
     width = batch.model_inputs["input_ids"].shape[1]
     num_nodes = max(map(len, batch.branches))
     on_path_BNN = np.zeros((len(batch.branches), num_nodes + 1, num_nodes + 1), dtype=np.bool_)

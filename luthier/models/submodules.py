@@ -281,7 +281,7 @@ TYPE_INPUTS = ("token_type_ids", "mm_token_type_ids")  # what a model calls its 
 class MediaNeeds:
     """What a multimodal model asks of positions and attention, as its family's row has it.
 
-    num_positions  rows of ``position_ids`` in a packed batch (`layout.packed_mrope`); None: one, without an axis for it
+    num_positions  rows of ``position_ids`` in a packed batch (`mrope.packed_mrope`); None: one, without an axis for it
     text_row       the first of them is of text
     types          the input of token types by which the tokens of a picture see each other both ways; None: they do not
     whole          they do so past a sliding window, too

@@ -144,7 +144,7 @@ class Head:
     bias_V     or None
     scale      multiplies the logits before the cap (Cohere's ``logit_scale``, 1 / Granite's ``logits_scaling``)
     softcap    Gemma's ``final_logit_softcapping``
-    kernel     computes what it can of the head's losses (`fused_head`); None: chunks do
+    kernel     computes what it can of the head's losses (`LossKernel`); None: chunks do
     """
 
     weight_VD: torch.Tensor

@@ -69,7 +69,7 @@ class PairScores:
     whole_chosen_P                         float32, ``chosen_P`` with every target counted, differentiable; None: they
                                            are (`tail_discount` makes the difference)
     alignment_P                            float32, constant: how much both answers look like the policy's own writing,
-                                           where a loss asks (`PairLoss.needs_alignment`); None: 1.0
+                                           where a loss asks (`Loss.needs_alignment`); None: 1.0
     """
 
     chosen_P: torch.Tensor

@@ -56,8 +56,8 @@ def token_loss_sum(
 
     ``sources_N``, int64, says which of ``num_sources`` data sets each token is of; without it nothing is told apart.
 
-    Equals ``F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=…)`` where weights are None, with
-    the gradient in the logits' type. Label smoothing e mixes the one-hot target with the uniform distribution,
+    Equals torch's ``cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=…)`` where weights are None,
+    with the gradient in the logits' type. Label smoothing e mixes the one-hot target with the uniform distribution,
     ``(1 - e) onehot + e / V`` (Szegedy et al. 2016, arXiv:1512.00567).
     """
     assert logits_NV.ndim == 2 and labels_N.shape == logits_NV.shape[:1], f"{logits_NV.shape} and {labels_N.shape}"
@@ -157,7 +157,7 @@ class TokenQuantities:
     lse_C          log of the sum of exp(logits)
     mean_logits_C  mean of the logits over the vocabulary
     kl_C           KL(reference || policy) over the vocabulary, or what the settings' ``beta`` makes of it
-                   (`divergences.divergence`); zeros without a reference
+                   (`hidden_loss.divergence`); zeros without a reference
     entropy_C      of the `EAFT_CANDIDATES` likeliest tokens, renormalised; not differentiable, zeros where not needed
     """
 

@@ -38,7 +38,7 @@ class SegmentIndex:
     ledger          the prepared set's, with this run's losses and notes in it; the set's own is left as it is
 
     A row is lost only if all of its segments are; segments lost from a row that stays are notes. What is compared
-    (``units``) stays or is lost together. Under ``Units.FEEDBACK_KL`` each row has a second segment, its prompt with
+    (``units``) stays or is lost together. Under ``UnitKind.FEEDBACK_KL`` each row has a second segment, its prompt with
     another row's completion. Which one changes with the epoch and is the plan's to say; here it is that of the row
     after it, so that there is something to look at.
     """
@@ -58,7 +58,7 @@ class SegmentIndex:
     ) -> None:
         """Plan all cuts; tokens are read only of segments that have to be cut.
 
-        Raises `UserError` under ``Overflow.ERROR`` for the first segment that is too long, and as `cuts.cut_units`.
+        Raises `UserError` under ``Overflow.ERROR`` for the first segment that is too long, and as `cut_units`.
         """
         self.prepared, self.units = prepared, units
         self.ledger = Ledger.from_json(prepared.ledger.to_json())
@@ -110,11 +110,11 @@ class SegmentIndex:
         return int(self._head[index])
 
     def cuts(self) -> tuple[Ints, Ints, Ints, Ints, NDArray[np.bool_]]:
-        """``(leaf, head, start, stop, open_end)`` of every segment: `place` and `layout.SegmentCut` as columns."""
+        """``(leaf, head, start, stop, open_end)`` of every segment: `place` and `cutting.SegmentCut` as columns."""
         return self._leaf_number[self._leaf], self._head, self._start, self._stop, self._open_end
 
     def table(self) -> SegmentTable:
-        """What `packing.plan_epoch` needs to know.
+        """What `packing.epoch.plan_epoch` needs to know.
 
         Raises `UserError` where other rows' completions are to be drawn and there is no other row.
         """

@@ -1,6 +1,6 @@
 """Random access to the rows of a source by their numbers: what `Source.row_bytes` gives, in any order.
 
-Each kind of file has its own way to a row (`LineRows`, `columnar`, `record_spool`); the index knows which rows
+Each kind of file has its own way to a row (`LineRows`, `ColumnRows`, `SpooledRows`); the index knows which rows
 are in which file. Nothing is decoded that is not asked for.
 """
 
@@ -264,7 +264,7 @@ class RowIndex:
 def index_origin(origin: Origin, spool: Path | None) -> list[IndexPart] | None:
     """The parts of an origin's index; None for a stream. Raises `SourceError`.
 
-    Files that can only be read from their beginning are written to ``spool`` (see `spools`).
+    Files that can only be read from their beginning are written to ``spool`` (`index_by_spool`).
     """
     match origin:
         case LocalFiles(files=files) if files[0].is_columnar:

@@ -326,7 +326,7 @@ class SampleStore:
 
     def leaf_held(self, sample_ids: Ints) -> Ints:
         """int64[…], of each leaf of these samples, one sample behind the other, how many of its first tokens are those
-        of the leaf before it (`layout.held_of_leaves`)."""
+        of the leaf before it (`layout.trees.held_of_leaves`)."""
         counts = np.diff(self.leaf_bounds)[sample_ids]
         bounds = bounds_of(counts)
         held = np.zeros(int(bounds[-1]), dtype=np.int64)

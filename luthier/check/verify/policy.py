@@ -1,7 +1,7 @@
 """What of a row is to be learned, said anew: the way training reads its policies is part of what is checked.
 
-Rules (``template.targets``) become flags on parts in `verify_rules`; what flags, roles and ``train_on`` come to is
-decided here, in the fewest words.
+Rules (``template.targets``) become flags on parts in `ruled_conversation`; what flags, roles and ``train_on`` come to
+is decided here, in the fewest words.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # ---- Patches of pictures in fewer passes than the processor takes, and bit for bit the same.
 #
 # A picture stays as it was decoded (pixel by pixel, not channel by channel), which is what torch resizes fastest, is
-# cut while its values are bytes, and is normalised once for both halves of a patch (`fast_pixels`). With other
+# cut while its values are bytes, and is normalised once for both halves of a patch (`quick_patches`). With other
 # settings than those for which this is the same, the processor does it.
 
 # The class whose arithmetic this is; heirs and look-alikes may differ.

@@ -58,10 +58,10 @@ def family_versions(model_type: str) -> tuple[str, ...]:
 
 
 def family_of(processor: Processor, model_type: str = "") -> Family:
-    """The row that describes a processor; one without a row gets `unknown.unknown_family`.
+    """The row that describes a processor; one without a row gets `unknown_family`.
 
     Some classes serve several families, which ``model_type`` (of the model's config) tells apart; without it the first
-    row is taken. Raises `ModelError` for a model that is refused by name (`refusals`), and if not even the processor's
+    row is taken. Raises `ModelError` for a model that is refused by name (`refusal`), and if not even the processor's
     own rule for its strings is known.
     """
     if (reason := refusal(type(processor).__name__, model_type)) is not None:

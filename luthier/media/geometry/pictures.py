@@ -1,8 +1,8 @@
 """What image processors compute of a picture's size, from headers alone: grids of patches.
 
 Every public function is the ``measure`` of a `Rule`: (settings, headers of the pictures of one context) -> the entries
-that the processor's ``replace_image_token`` reads. N pictures. `geometry_tiles` has the processors that cut pictures
-into tiles, `resizing` and `tiling` the integers.
+that the processor's ``replace_image_token`` reads. N pictures. `tiles` has the processors that cut pictures into
+tiles, `tiling` the integers of their grids.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What image processors that cut images into tiles, and those that came later, compute of a size, from headers alone.
 
-Every public function is the ``measure`` of a `Rule`, as in `geometry`. The entries are those that the processor's
+Every public function is the ``measure`` of a `Rule`, as in `pictures`. The entries are those that the processor's
 ``replace_image_token`` reads; N pictures, (rows, columns) a grid of tiles.
 """
 

@@ -1,7 +1,7 @@
 """How pictures are cut into tiles: grids as (rows, columns), from sizes in pixels alone.
 
 Each function is the rule of a group of processors and follows it to the order in which candidates are tried, since ties
-are common (a square picture fits 1x1, 2x2 and 3x3 alike). `resizing` has the sizes of pictures that are not cut.
+are common (a square picture fits 1x1, 2x2 and 3x3 alike). `pictures` has the sizes of pictures that are not cut.
 """
 
 from __future__ import annotations

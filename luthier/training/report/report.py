@@ -33,7 +33,7 @@ REPORT_JSON, REPORT_HTML, LOSS_PNG = "report.json", "report.html", "loss.png"
 class Report:
     """A run's result with what was known before it began.
 
-    plan          `check.plan.RunPlan` in JSON types
+    plan          `check.plan.costs.RunPlan` in JSON types
     fingerprints  of what decides the data: encoder, tokenizer
     sample        the first sample in colour, HTML that is safe to embed
     quickstart    whether this was ``luthier quickstart``, whose JSON says how exact the answers were
