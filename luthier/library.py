@@ -386,17 +386,18 @@ def _load(
     *,
     on_progress: Callable[[Progress], None] | None = None,
     ray_address: str | None = None,
+    trains: bool = False,
 ) -> Loaded:
     from luthier.loader.settings import load_rows
 
-    loaded = load_rows(run, on_progress=on_progress or tell, ray_address=ray_address)
+    loaded = load_rows(run, on_progress=on_progress or tell, ray_address=ray_address, trains=trains)
     tell(loaded)
     return loaded
 
 
 def _train_prepared(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tell: Listener) -> Report:
     """Prepare all rows, say what the run will do, and do it."""
-    loaded = _load(run, tell)
+    loaded = _load(run, tell, trains=True)
     import msgspec
 
     from luthier.check.selection import Selection

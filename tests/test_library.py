@@ -213,6 +213,24 @@ def test_training_takes_callbacks_and_tells_what_happens(described: dict[str, An
     assert (result.path / "report.html").is_file()
 
 
+def test_the_lost_rows_of_a_run_stay_listed_whatever_is_looked_at_later(described: dict[str, Any]) -> None:
+    rows = Path(described["data"]["train"])
+    rows.write_text(rows.read_text(encoding="utf-8") + "{broken\n", encoding="utf-8")
+    described["data"]["max_drop"] = 1
+    result = luthier.train(described, overrides=["train.max_steps=1"])
+    listed = Path(result.output_dir) / "quarantine.jsonl"
+    before = listed.read_bytes()
+    assert before.count(b"\n") == 1
+    for look in (luthier.plan, luthier.show, luthier.stats, luthier.prepare):
+        look(described, overrides=[f"data.train[0].slice=:{len(rows.read_text().splitlines()) - 1}"])
+        assert listed.read_bytes() == before
+    luthier.plan(described)
+    assert (listed.parent / "quarantine.preview.jsonl").read_bytes() == before
+    listed.unlink()
+    luthier.train(described, overrides=["train.max_steps=2"])
+    assert listed.read_bytes() == before, "it is the run's own to write"
+
+
 def test_the_program_that_the_page_shows_runs(
     described: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

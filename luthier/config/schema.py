@@ -291,6 +291,9 @@ class ServeConfig(Section):
     """Names that clients may call the server by, beside addresses and this machine's own (their ``Host`` header)."""
 
 
+RUN_CONFIG = "run_config.json"  # the resolved description of a run, in its folder
+
+
 class OutputConfig(Section):
     """Where results go."""
 

@@ -360,12 +360,17 @@ class Loaded:
 
 
 def load_rows(
-    config: RunConfig, *, on_progress: Callable[[Progress], None] | None = None, ray_address: str | None = None
+    config: RunConfig,
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    ray_address: str | None = None,
+    trains: bool = False,
 ) -> Loaded:
-    """Render and encode what of the run's rows the store does not have; raises what `preparation.prepare` raises."""
+    """Render and encode what of the run's rows the store does not have, as `preparation.prepare` does; raises what it
+    raises."""
     started = time.perf_counter()
     encoder = Encoder.from_config(config)
-    prepared = prepare(config, encoder, on_progress=on_progress, ray_address=ray_address)
+    prepared = prepare(config, encoder, on_progress=on_progress, ray_address=ray_address, trains=trains)
     limit, overflow, units = config.data.max_length, config.data.overflow, units_of(config)
     held_out = prepared.eval
     return Loaded(

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from luthier.config.choices import QuantizationType
 from luthier.config.loading import is_description, load_config
-from luthier.config.schema import GenerateConfig, RunConfig
+from luthier.config.schema import RUN_CONFIG, GenerateConfig, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.interface import as_prompt
 from luthier.encoding.replies import ReplyReader
@@ -43,7 +43,7 @@ from luthier.sources.formats.turns import MEDIA, as_row
 from luthier.training.assemble import BASE_FOLDER, RunModel
 from luthier.training.folder.artifacts import TEMPLATE_FILE
 from luthier.training.folder.checkpoint import read_json
-from luthier.training.folder.run_folder import MODEL_FOLDER, RUN_CONFIG
+from luthier.training.folder.run_folder import MODEL_FOLDER
 from luthier.training.folder.state import unreadable
 from luthier.training.report.result import RESULT_FILE
 from luthier.writing import write_all

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.machine import usable_cores
-from luthier.config.schema import RunConfig
+from luthier.config.schema import RUN_CONFIG, RunConfig
 from luthier.errors import BudgetError, UserError, install_hint
 from luthier.ledger import Ledger
 from luthier.preparation.prepared import Numbering, Prepared, PreparedSet, Quarantine, SourceInfo, hold_out
@@ -30,6 +30,7 @@ from luthier.store.store import SampleStore, store_folder
 __all__ = ["Prepared", "PreparedSet", "Progress", "prepare"]
 
 QUARANTINE_FILE = "quarantine.jsonl"
+PREVIEW_FILE = "quarantine.preview.jsonl"
 
 
 def prepare(
@@ -38,19 +39,24 @@ def prepare(
     *,
     on_progress: Callable[[Progress], None] | None = None,
     ray_address: str | None = None,
+    trains: bool = False,
 ) -> Prepared:
     """Encode what the run's data has and the store has not, and say which samples the run will see.
 
     Several processes may do so at once: they share the work. ``ray_address`` leaves it to a Ray cluster.
 
-    Rows that are lost are in ``quarantine.jsonl`` in the run's output folder. Raises `SourceError`, `StoreError`,
-    `BudgetError` if more rows are lost than ``data.max_drop`` allows, and `UserError` if none is left.
+    Rows that are lost are in ``quarantine.jsonl`` in the run's output folder. Where that already holds a run, the file
+    is that run's, and only one that ``trains`` there writes it; others write ``quarantine.preview.jsonl``.
+
+    Raises `SourceError`, `StoreError`, `BudgetError` if more rows are lost than ``data.max_drop`` allows, and
+    `UserError` if none is left.
     """
     train_configs, eval_configs = resolve_sources(config.data)
     folder = store_folder(config.data.store, encoder.fingerprint)
     num_encoded = num_reused = 0
     collections = []
-    with closing(Quarantine(config.output.dir / QUARANTINE_FILE)) as quarantine:
+    is_kept = not trains and (config.output.dir / RUN_CONFIG).is_file()
+    with closing(Quarantine(config.output.dir / (PREVIEW_FILE if is_kept else QUARANTINE_FILE))) as quarantine:
         for split, configs in (("train", train_configs), ("eval", eval_configs)):
             sources = open_sources(configs, seed=config.runtime.seed) if configs else []
             resolver = Resolver(

@@ -19,6 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from luthier.config.choices import LONGEST_SEQUENCE
+from luthier.config.schema import RUN_CONFIG
 from luthier.engines.delivered import WeightsTaker
 from luthier.engines.local import NO_ADAPTER, LocalEngine, RewardEngine
 from luthier.errors import UserError
@@ -30,7 +31,6 @@ from luthier.serve.gate import LOOPBACK_NAMES, Gate
 from luthier.serve.histories import Histories
 from luthier.serve.wire import MessageBody, RefusedRequest
 from luthier.training.assemble import RunModel
-from luthier.training.folder.run_folder import RUN_CONFIG
 
 GRACE = 10  # seconds in which answers that are under way may come to their end when the server is to stop
 KEPT_OPEN = 30  # seconds that a connection is kept without a request, or with half of one's head

@@ -389,6 +389,19 @@ def make_scheduler(
     return scheduler
 
 
+def take_up_schedule(scheduler: torch.optim.lr_scheduler.LRScheduler, state: dict[str, Any]) -> None:
+    """Go on from the state that a schedule was saved in, at this schedule's own rates: it may be one of more steps, and
+    the rate in the state, as in the optimizer's, is that of the shorter one's next step, as a rule 0."""
+    scheduler.load_state_dict(state)
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+        return
+    factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    rates = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
+    scheduler.load_state_dict({**scheduler.state_dict(), "_last_lr": rates})
+
+
 def learning_rate(optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler) -> float:
     """The learning rate of the next update, in the first group."""
     by_metric = isinstance(scheduler, ON_METRIC)

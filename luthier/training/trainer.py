@@ -45,7 +45,7 @@ from luthier.training.folder.checkpoint import taking_over
 from luthier.training.losses import step_losses
 from luthier.training.losses.router_balance import RouterBalance
 from luthier.training.numerics import check_finite
-from luthier.training.optimizer import ON_METRIC, learning_rate, make_optimizer, make_scheduler
+from luthier.training.optimizer import ON_METRIC, learning_rate, make_optimizer, make_scheduler, take_up_schedule
 from luthier.training.streams import EvalStream, TrainStream
 from luthier.training.updates import BackwardUpdates, activations_kept
 
@@ -465,7 +465,7 @@ class Trainer:
         with taking_over(checkpoint, checkpoints.SCHEDULER_STATE):
             schedule = states.read_state(checkpoint, checkpoints.SCHEDULER_STATE)
             states.check_alike(schedule, self.lr_scheduler.state_dict(), "schedule")
-            self.lr_scheduler.load_state_dict(schedule)
+            take_up_schedule(self.lr_scheduler, schedule)
         scaler = self.accelerator.scaler
         if scaler is not None and states.has_state(checkpoint, checkpoints.SCALER_STATE):
             with taking_over(checkpoint, checkpoints.SCALER_STATE):

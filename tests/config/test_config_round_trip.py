@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from luthier.cli.dumping import dump_config
 from luthier.config.inputs import DataConfig, ModelConfig
 from luthier.config.loading import load_config_text
-from luthier.config.schema import RunConfig
+from luthier.config.schema import RUN_CONFIG, RunConfig
 from luthier.config.words import config_schema
 from luthier.errors import ConfigError
-from luthier.training.folder.run_folder import RUN_CONFIG, write_run_config
+from luthier.training.folder.run_folder import write_run_config
 from scripts.doc_tables import config_reference
 from tests.conftest import examples
 

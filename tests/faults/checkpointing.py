@@ -14,11 +14,11 @@ import numpy as np
 from safetensors.numpy import save
 
 from luthier.config.inputs import DataConfig, ModelConfig
-from luthier.config.schema import OutputConfig, RunConfig
+from luthier.config.schema import RUN_CONFIG, OutputConfig, RunConfig
 from luthier.errors import CheckpointError
 from luthier.loader.stream_state import LoaderState
 from luthier.training.folder import checkpoint as checkpoints
-from luthier.training.folder.run_folder import RUN_CONFIG, open_run_folder
+from luthier.training.folder.run_folder import open_run_folder
 from luthier.training.folder.staging import FILES, RunFiles
 from luthier.training.report.events import Event, LogFile, read_log
 from luthier.training.report.result import LOG_FILE, RESULT_FILE, EvalRecord

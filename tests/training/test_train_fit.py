@@ -351,6 +351,22 @@ def test_a_named_checkpoint_may_be_gone_on_from_with_more_steps(train: Train, tm
         train(DATA, output__resume=str(tmp_path / "run" / "checkpoint-3"))
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "warmup_stable_decay"])
+def test_a_finished_run_that_is_made_longer_has_the_rates_of_the_longer_one_from_its_first_new_step(
+    train: Train, schedule: str
+) -> None:
+    how = {"lr_scheduler_type": schedule, **DECAYS.get(schedule, {})}
+    options = {**SAVING, **{f"train__{name}": value for name, value in how.items()}}
+    train(DATA, train__max_steps=4, **options)
+    longer = train(DATA, train__max_steps=8, **options)
+    straight = train(DATA, train__max_steps=8, folder="straight", **options)
+    rates = [[step.learning_rate for step in run.steps[4:]] for run in (longer, straight)]
+    assert longer.resumed_from == "checkpoint-4" and rates[0] == rates[1] and rates[0][0] > 0
+
+
+DECAYS = {"warmup_stable_decay": {"lr_scheduler_kwargs": {"num_decay_steps": 2}}}
+
+
 def test_checkpoints_without_optimizer_state_are_not_resumed(train: Train) -> None:
     train(DATA, output__save_only_model=True, **SAVING)
     with pytest.raises(CheckpointError, match="no optimizer state"):

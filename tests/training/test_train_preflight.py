@@ -20,6 +20,7 @@ from luthier.config.choices import SCHEDULERS, TRACKERS, QuantizationType
 from luthier.config.draft import Draft, unread_settings
 from luthier.config.loading import load_draft
 from luthier.config.optimizers import OPTIMIZERS
+from luthier.config.schema import RUN_CONFIG
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import ConfigError, ModelError, Problem
@@ -30,7 +31,6 @@ from luthier.models.model import build_weightless
 from luthier.models.vocabulary import Vocabulary
 from luthier.presets import model_folder
 from luthier.training import preflight
-from luthier.training.folder.run_folder import RUN_CONFIG
 from luthier.training.preflight import check_run
 
 GOOD = """\

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from xxhash import xxh32_intdigest
 
 from luthier.config.adapters import own_values
-from luthier.config.schema import RunConfig
+from luthier.config.schema import RUN_CONFIG, RunConfig
 from luthier.errors import CheckpointError, RowError
 from luthier.ledger import Ledger
 from luthier.loader.feed import FeedPlace
@@ -25,7 +25,6 @@ from luthier.training.report.events import EventListener, Note
 from luthier.training.report.result import LOG_FILE, RESULT_FILE
 from luthier.writing import JsonObject, counted
 
-RUN_CONFIG = "run_config.json"
 MODEL_FOLDER, MERGED_FOLDER, INITIAL_ADAPTER = "model", "merged", "initial_adapter"
 
 # What may differ between a run and the run that goes on from it: places, views, and how a step is shared out (that the
