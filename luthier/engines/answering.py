@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -316,7 +317,8 @@ class Answering:
         tokenizer, prompt = answerer.tokenizer, asked.request.prompt
         inputs, width = answerer.inputs([prompt], [row.features])
         stops = sorted({*tokenizer.stop_token_ids, *row.settings.stop_token_ids})
-        with torch.random.fork_rng(devices=[d] if (d := inputs["input_ids"].device).type == "cuda" else []):
+        forked = torch.random.fork_rng(devices=[d] if (d := inputs["input_ids"].device).type == "cuda" else [])
+        with forked, self._beams_that_see(row):
             torch.manual_seed(int(np.random.SeedSequence(row.noise_key).generate_state(1)[0]))
             out_T = answerer.model.generate(
                 **inputs,
@@ -328,6 +330,35 @@ class Answering:
         for token, logprob in zip(new, answerer.scored(ids, len(prompt), row.features).logprobs.tolist(), strict=True):
             row.add(token, logprob, ([], []), tokenizer)
         self._tell_end(row)
+
+    @contextmanager
+    def _beams_that_see(self, row: next_tokens.BatchRow) -> Iterator[None]:
+        """transformers' search with a batch of one row for each beam. What it makes of a row's media itself is, by the
+        family, another picture's behind some beams, or fails: it repeats numbers of inputs where rows should be."""
+        if not row.request.media:
+            yield
+            return
+        model = plain_model(self.answerer.model)
+        beams = row.settings.num_beams or 1
+        wide, _ = self.answerer.inputs([row.request.prompt] * beams, [row.features] * beams)
+        del wide["input_ids"]
+
+        def expand(attention_mask: torch.Tensor | None = None, **given: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+            """Ids of all rows, and the other inputs."""
+            rest = {name: value for name, value in given.items() if name not in {*wide, "mm_encoder_outputs"}}
+            ids_BT, inputs = type(model)._expand_inputs_for_generation(model, **rest)
+            # None: transformers found no padding
+            return ids_BT, {
+                **inputs,
+                **wide,
+                "attention_mask": None if attention_mask is None else wide["attention_mask"],
+            }
+
+        model._expand_inputs_for_generation = expand
+        try:
+            yield
+        finally:
+            del model._expand_inputs_for_generation
 
 
 def _portions(asked: Sequence[_WaitingRequest]) -> Iterator[list[_WaitingRequest]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -196,6 +197,34 @@ def test_answers_are_drawn_and_scored_with_the_probabilities_of_the_model_s_own_
         assert scored == pytest.approx(right, abs=1e-4)
         compared += count
     assert compared
+
+
+def test_each_beam_of_a_search_sees_the_pictures_of_its_row(
+    product: Product, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the row with most of them."""
+    if product.family.undrawn:
+        pytest.skip(product.family.undrawn)
+    number = max(range(len(product.rows)), key=lambda place: len(product.rows[place].files))
+    tokenizer = luthier.load_tokenizer(product.folder)
+    question = question_of(product.segments[number], frozenset(tokenizer.stop_token_ids))
+    seen: list[torch.Tensor] = []
+    own = model.forward
+
+    @wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        seen.append(output.logits[:, -1].detach())
+        return output
+
+    monkeypatch.setattr(model, "forward", forward)
+    engine, first = LocalEngine(model, tokenizer, media=product.media, batch_size=1), []
+    for beams in (1, 3):
+        seen.clear()
+        settings = GenerateConfig(do_sample=False, max_new_tokens=2, num_beams=beams)
+        assert all(isinstance(answer, Completion) for answer in engine.generate([question.request(0, settings)]))
+        first.append(seen[0])
+    assert len(first[1]) == 3 and torch.allclose(first[1], first[0].expand(3, -1), atol=1e-5)
 
 
 def answered(product: Product, model: Any, number: int, start: int, ids: list[int]) -> NDArray[np.float32]:

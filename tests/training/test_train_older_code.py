@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,10 @@ def test_answers_are_what_the_model_draws_and_nothing_that_its_class_makes_of_th
                 drawn.append(int(own(input_ids=ids, **inputs).logits[0, -1].argmax()))
             ids = torch.cat([ids, torch.tensor([drawn[-1:]])], dim=1)
         assert answer["ids"] == drawn
+    beams = ["generate.num_beams=3", "generate.max_new_tokens=1"]
+    predict(str(tmp_path / "out"), replace(asked, out=str(tmp_path / "searched")), overrides=beams)
+    searched = (tmp_path / "searched" / "predictions.jsonl").read_text().splitlines()
+    assert [json.loads(line)["ids"] for line in searched] == [answer["ids"][:1] for answer in told]
 
 
 def test_pictures_of_answers_are_seen_where_these_are_not_learned(folder: Path, tmp_path: Path) -> None:
