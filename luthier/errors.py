@@ -3,6 +3,7 @@
     LuthierError
     ├── UserError (ValueError)        the user can fix it; the CLI prints it without a traceback, exit code 2
     │   ├── ConfigError               a run description is wrong: holds all problems at once, each file:line
+    │   ├── PluginError               a package that extends Luthier cannot be loaded, or adds what is there
     │   ├── SourceError               a file or a data set as a whole cannot be read
     │   ├── TemplateError             a chat template cannot be used, or not proven
     │   ├── TokenizerError            a tokenizer cannot be loaded or contradicts itself
@@ -11,7 +12,7 @@
     │   ├── BudgetError               more rows were lost than the run allows
     │   ├── CheckpointError           a run cannot be resumed from where it points, or its folder cannot be written
     │   ├── LoaderError               a process that reads batches died, or does not answer
-    │   ├── SamplerLost               what draws answers elsewhere does not answer, or not truly
+    │   ├── SamplerLost               a server that draws answers does not answer, or answers wrongly
     │   └── TrainingError             a run had to stop: the loss is no number any more
     └── RowError (ValueError)         one row is bad: it is quarantined under ``reason``, the run goes on
         ├── RowDropped                one row is fine but cannot be used: it is dropped under ``reason``
@@ -150,7 +151,7 @@ class CheckpointError(UserError):
 
 
 class SamplerLost(UserError):
-    """What draws answers elsewhere does not answer, or with what no model can have said, after all tries."""
+    """A server that draws answers does not answer after all tries, or answers what no model can have said."""
 
 
 class LoaderError(UserError):

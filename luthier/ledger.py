@@ -11,7 +11,10 @@ from typing import Any
 from luthier.errors import BudgetError, RowDropped, RowError
 from luthier.writing import counted
 
-MAX_EXAMPLES = 5  # addresses kept per reason, enough to look at; the quarantine file has them all
+MAX_EXAMPLES = 5
+"""How many messages, each with its address, are kept for a reason. ``quarantine.jsonl`` has every row that could not be
+encoded. Rows that are lost later stand only here: when segments are cut (``too_long``, ``no_target_left``), and where
+a row is held out too (``same_as_held_out``). Rows whose media are lost in a run are in ``lost_media.jsonl``."""
 
 
 @dataclass(kw_only=True, slots=True)

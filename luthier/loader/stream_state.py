@@ -1,4 +1,7 @@
-"""A place in a stream of batches, as JSON of at most 4 kB: enough to go on there, or to refuse to and say why.
+"""A place in a stream of batches, as JSON: enough to go on there, or to refuse to and say why.
+
+The place of a `luthier.Loader` takes at most 4 kB. That of a run also holds where its plan goes on (``waiting``) and
+takes at most `MAX_STATE_BYTES`.
 
 The number of ranks and of workers is absent on purpose: what a step holds does not depend on them.
 """
@@ -31,7 +34,7 @@ from luthier.writing import JsonObject, counted, write_text
 
 STATE_VERSION = 3  # 2: rows were ordered by other rules
 STATE_FILE = "loader_state.json"
-MAX_STATE_BYTES = 16_384  # of a run; a loader's own is a quarter of it
+MAX_STATE_BYTES = 16_384  # of a run; the state of a `luthier.Loader` takes at most a quarter of it
 MAX_MARKS = 32
 MARK_DIGITS = 12
 
@@ -92,7 +95,8 @@ class LoaderState:
 
     step      optimizer steps done, over all epochs
     epoch     the epoch that goes on, from 0
-    cursor    how far it is, in the unit of the plan: micro-batches of all ranks, or rows of the epoch's order
+    cursor    how far the epoch is: for a `luthier.Loader`, which goes on from it, in micro-batches of all ranks; for a
+              run, which goes on from ``waiting``, in rows of the epoch's order, and only for whoever reads the file
     waiting   of a run: where its plan goes on (`StreamPlan.state_after`)
     trail     of the rows that were used
     settings  everything else that decides the stream, by the names that users know
