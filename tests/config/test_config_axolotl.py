@@ -15,7 +15,7 @@ import luthier
 from luthier.config.explain import what_is_meant
 from luthier.config.loading import load_config_text, load_draft
 from luthier.config.peers.axolotl import AXOLOTL
-from luthier.config.peers.axolotl_rows import chat_of
+from luthier.config.peers.axolotl_texts import chat_of
 from luthier.config.tree import parse_path
 from luthier.config.words import schema_at
 from luthier.errors import ConfigError
@@ -320,11 +320,11 @@ def test_rows_of_a_second_form_are_written_out_as_axolotl_writes_them() -> None:
 @pytest.mark.parametrize(("kind", "patterns"), [
     ("{field_instruction: q, field_output: a, system_format: '', format: 'Q: {instruction} {input}', "
      "no_input_format: 'Q: {instruction}'}",
-     ["{system}Q: {q} {input}", "{system}Q: {q}", "Q: {q} {input}", "Q: {q}"]),
+     ["Q: {q} {input}", "Q: {q}"]),
     ("alpaca_chat.load_no_prompt", ["USER: {instruction}\n{input}\nASSISTANT:", "USER: {instruction}\nASSISTANT:"]),
     ("alpaca_w_system.load_instruct", [
-        "### System:\n{system}\n\n### Instruction:\n{instruction}\n{input}\n\n### Response:\n",
-        "### System:\n{system}\n\n### Instruction:\n{instruction}\n\n### Response:\n",
+        "{system}\n\n### Instruction:\n{instruction}\n{input}\n\n### Response:\n",
+        "{system}\n\n### Instruction:\n{instruction}\n\n### Response:\n",
         "### Instruction:\n{instruction}\n{input}\n\n### Response:\n",
         "### Instruction:\n{instruction}\n\n### Response:\n"]),
 ], ids=["written out", "bare chat", "with a system message"])  # fmt: skip

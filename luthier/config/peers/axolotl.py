@@ -135,11 +135,14 @@ def _preferences(reading: Translator, rl: str) -> None:
     reading.switch("objective.loss", "wpo", "dpo_use_weighting")
     if rl == "dpo":
         reading.copy("objective.sft_weight", "rpo_alpha")
-    given = [key for key in ("rl_beta", "dpo_beta", "orpo_alpha") if reading.take(key) is not None]
+    beta = _mapping(reading, "trl").get("beta")  # it goes before the others, as in axolotl
+    given = ["trl"] if beta is not None else [
+        key for key in ("rl_beta", "dpo_beta", "orpo_alpha") if reading.take(key) is not None
+    ]  # fmt: skip
     if not given:
         reading.fill_in("defaults", "rl")
         given = ["rl_beta"]
-    reading.set("objective.beta", reading.take(given[0]), given[0])
+    reading.set("objective.beta", reading.take(given[0]) if beta is None else beta, given[0])
     if rl == "simpo":
         reading.fill_in("defaults", "simpo")
         reading.set("objective.gamma", reading.take("simpo_gamma"), "simpo_gamma")

@@ -7,14 +7,13 @@ which a run has one.
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from luthier.config.peers import named_files, trl_rows
+from luthier.config.peers import axolotl_texts, named_files, trl_rows
 from luthier.config.peers.translation import Translator, names_of
 from luthier.writing import JsonObject
 
@@ -159,14 +158,20 @@ class _DataSet:
         settings: dict[str, tuple[str, object]] = {"format": ("type", kind.format)}
         if kind.rendered:
             settings["rendered"] = ("type", True)
+            if self.reading.flag("train_on_inputs"):
+                self.reading.told.append(f"{self.at}.type: only segments whose label is true are learned, where "
+                                         "train_on_inputs makes axolotl learn all of them")  # fmt: skip
         elif self.as_text:
             self._written_out(kind, settings)
         elif kind.format != "text":
             settings |= self._learned()
             self._messages()
-            if kind.template == "alpaca":
+            if kind.format == "alpaca" and (kind.intro is not None or kind.template == "alpaca"):
                 self.reading.told.append(f"{self.at}.type: an input follows its instruction after a newline, without "
                                          "axolotl's heading and introduction for it")  # fmt: skip
+        if self.at.startswith("pretraining_dataset"):
+            self.reading.told.append(f"{self.at}: a text ends in its stop token, and all of it is learned, where "
+                                     "axolotl drops what is over sequence_len")  # fmt: skip
         if self.is_stream and paths[0].startswith("hub:"):
             settings["streaming"] = ("path", True)
         settings |= self._split(paths[0])
@@ -289,10 +294,12 @@ class _DataSet:
                              "lay them out as messages, with type: chat_template")  # fmt: skip
             return None
         style: Any = table["styles"][known["style"]] if "style" in known else known
-        template, patterns = style.get("template"), style.get("patterns", ())
+        template = style.get("template")
         if "prompt" in style:
-            template = chat_of(style["system"], style["prompt"], "{answer}")
-            patterns = _patterns_of(style["system"], style["prompt"], style.get("intro", ""))
+            template = axolotl_texts.chat_of(style["system"], style["prompt"], "{answer}")
+        patterns = style.get("patterns", ())
+        if "prompt" in style:
+            patterns = axolotl_texts.patterns_of(style["system"], style["prompt"], style.get("intro", ""))
         return RowType(
             patterns=tuple(patterns) if known["format"] in ("alpaca", "prompt_completion") else (),
             format=known["format"], template=template, intro=style.get("intro"),
@@ -303,18 +310,23 @@ class _DataSet:
     def _own_format(self, said: Mapping[str, Any]) -> RowType | None:
         """A mapping that names columns and writes the text out: patterns become a template."""
         said = dict(said)
+        writes_system = said.get("system_format") != ""
         shown = {key: said.pop(key, None) or usual for key, usual in (
             ("system_format", "{system}"), ("no_input_format", None), ("format", None), ("prompt_format", None),
             ("chosen_format", "{chosen}"), ("rejected_format", "{rejected}"), ("completion_format", "{completion}"),
         )}  # fmt: skip
         intro = said.pop("system_prompt", None)
+        intro = intro if writes_system else None
         columns = {_FIELDS[key]: str(said.pop(key)) for key in list(said) if key in _FIELDS and said[key] is not None}
         for key in [key for key, value in said.items() if value is not None]:
             self._refuse(f"type.{key}", "there is no such key of a type that is written out")
         system, prompt, answer = str(shown["system_format"]), shown["no_input_format"] or shown["format"], "{answer}"
         if self.rows_of == "answers":
             fmt = {"format": "alpaca"}
-            prompt = str(prompt or "{instruction}").replace("{instruction}", "{prompt}").replace("{input}", "")
+            if shown["format"] and not shown["no_input_format"]:
+                self.reading.told.append(f"{self.at}.type.format: rows without an input are written by it, too, where "
+                                         "axolotl writes their instruction and a space alone")  # fmt: skip
+            prompt = str(prompt or "{instruction} ").replace("{instruction}", "{prompt}").replace("{input}", "")
             if shown["format"] and "{input}" in str(shown["format"]):
                 self.reading.told.append(f"{self.at}.type.format: an input follows its instruction after a newline")
         else:
@@ -323,11 +335,15 @@ class _DataSet:
             if "{system}" in prompt:
                 system, _, prompt = prompt.partition("{prompt}")
                 system, prompt = system, "{prompt}" + prompt
+            else:
+                writes_system = False
             answer = str(shown["completion_format"]).replace("{completion}", "{answer}")
             if self.rows_of == "pairs":
                 answer = str(shown["chosen_format"]).replace("{chosen}", "{answer}")
                 if answer != str(shown["rejected_format"]).replace("{rejected}", "{answer}"):
                     self._refuse("type.rejected_format", "both answers of a pair are written in one way")
+        if not writes_system:
+            columns["system"] = "none"
         for name, text, needed in (("system_format", system, "{system}"), ("format", prompt, "{prompt}"),
                                    ("completion_format", answer, "{answer}")):  # fmt: skip
             if needed not in text and name != "system_format":
@@ -337,9 +353,10 @@ class _DataSet:
         if self.rows_of == "answers" and answer == "{answer}":
             texts = [text for text in (shown["format"], shown["no_input_format"]) if text]
             intros = [system.replace("{system}", intro or "")] if intro or "{system}" not in system else [system, ""]
+            intros = intros if writes_system else [""]
             patterns = tuple(first + str(text) for first in intros for text in texts)
         return RowType(
-            format=fmt["format"], template=chat_of(system, prompt, answer), intro=intro or None,
+            format=fmt["format"], template=axolotl_texts.chat_of(system, prompt, answer), intro=intro or None,
             columns=columns, patterns=patterns, reads_system=True,
         )  # fmt: skip
 
@@ -395,6 +412,8 @@ class _DataSet:
                              f"call it {name} in the rows")  # fmt: skip
         if (mark := self._take("message_field_training")) is not None:
             self.tags["train_tag"] = str(mark)
+            self.reading.told.append(f"{self.at}.message_field_training: a message that is no answer is learned with "
+                                     "its header, of which axolotl learns the text and its end")  # fmt: skip
         for key, known in _KNOWN_NAMES.items():
             if (value := self._take(key)) is not None and str(value) not in known:
                 self._refuse(key, f"the key {value} of a message is not read", f"call it {' or '.join(sorted(known))}")
@@ -414,6 +433,12 @@ class _DataSet:
     # ------------------------------------------------------------------ what is learned of rows
 
     def _learned(self) -> dict[str, tuple[str, object]]:
+        if self.kind is not None and self.kind.template is None and self.kind.format != "alpaca":
+            self.reading.told.append(f"{self.at}.type: all that follows the prompt is learned, an opening <think> that "
+                                     "the template writes too, and earlier thoughts as a chat shows them")  # fmt: skip
+            if self.rows_of == "answers" and self.reading.flag("train_on_inputs"):
+                self.reading.told.append("train_on_inputs: headers of messages are learned, too, where axolotl learns "
+                                         "their texts and the tokens that end them")  # fmt: skip
         for key in ("train_on_eos", "train_on_eot"):
             match self._take(key):
                 case None | "turn":
@@ -467,32 +492,3 @@ class _DataSet:
                 near = difflib.get_close_matches(key, [name for group in table.values() for name in group], n=1)
                 self._refuse(key, "a data set has no such key", f"did you mean {near[0]}?" if near else "remove it")
         return settings
-
-
-def chat_of(system: str, prompt: str, answer: str) -> str:
-    """A chat template of three patterns with a place for the message each; one that ends in its answer ends in the
-    end-of-sequence token."""
-    pieces = {
-        "system": _pattern(system, "{system}"),
-        "user": _pattern(prompt, "{prompt}"),
-        "assistant": _pattern(answer, "{answer}") + (" ~ eos_token" if answer.endswith("{answer}") else ""),
-    }
-    cases = "".join(f"{{% if m.role == '{role}' %}}{{{{ {text} }}}}{{% endif %}}" for role, text in pieces.items())
-    return f"{{{{ bos_token or '' }}}}{{% for m in messages %}}{cases}{{% endfor %}}"
-
-
-def _patterns_of(system: str, prompt: str, intro: str) -> tuple[str, ...]:
-    """All ways to write what stands before an answer, with and without a system message and an input.
-
-    ``"", "Q: {prompt} A:", "" -> ("Q: {instruction}\\n{input} A:", "Q: {instruction} A:")``
-    """
-    names_system = not intro and system not in ("", "{system}")  # these styles write no system message
-    systems = [system, ""] if names_system else [system.replace("{system}", intro) if intro else ""]
-    asked = ("{instruction}\n{input}", "{instruction}")
-    return tuple(begin + prompt.replace("{prompt}", question) for begin in systems for question in asked)
-
-
-def _pattern(text: str, place: str) -> str:
-    """``"Q: {prompt} A:"`` as an expression of Jinja."""
-    before, _, after = (json.dumps(piece, ensure_ascii=False) for piece in text.partition(place))
-    return f"{before} ~ m.content ~ {after}"

@@ -7,17 +7,14 @@ not name its command: with ``rlhf_type`` it is for ``swift rlhf``, else for ``sw
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
-from luthier.config.peers import drawn, named_files, translation, trl_rows
+from luthier.config.peers import translation
 from luthier.config.peers.drawn import SWIFT_DEFAULTS, DrawnAnswers
 from luthier.config.peers.named_files import share_as_deepspeed
-from luthier.config.peers.translation import Translator, names_of
+from luthier.config.peers.swift_rows import kind_of, read_data, read_lengths, read_template
 from luthier.config.peers.trl import mixed_losses
 from luthier.config.tree import MappingNode
 from luthier.writing import counted
@@ -65,9 +62,6 @@ _NOT_DRAWN: tuple[tuple[str, object, str], ...] = (
     ("off_policy_sequence_mask_delta", None, "rollout.correction leaves out what the sampler drew otherwise"),
     ("reward_model_plugin", None, "a reward model's own score is the reward"),
 )  # fmt: skip
-_COLUMNS = {"query": "prompt", "response": "response", "system": "system", "messages": "messages", "tools": "tools",
-            "images": "images", "videos": "videos", "audios": "audios"}  # fmt: skip
-_HUBS = ("HF::", "MS::")
 
 
 def _is_its(tree: MappingNode) -> bool:
@@ -76,15 +70,10 @@ def _is_its(tree: MappingNode) -> bool:
     return {"model", "dataset"} <= keys and bool(_MARKS & keys) and not keys & (translation.OUR_SECTIONS - {"model"})
 
 
-def _kind_of(reading: Translator) -> str | None:
-    kind = reading.take("rlhf_type")
-    return None if kind is None else str(kind)
-
-
-def _purpose(reading: Translator) -> None:
+def _purpose(reading: translation.Translator) -> None:
     """What is learned."""
     reading.fill_in("defaults")
-    said, kind = reading.take("objective"), _kind_of(reading)
+    said, kind = reading.take("objective"), kind_of(reading)
     named = said.get("name") if isinstance(said, dict) else said
     if kind in ("ppo", "gkd"):
         what = f"swift rlhf learns by {kind} from answers drawn in the run, and that is not translated"
@@ -102,17 +91,17 @@ def _purpose(reading: Translator) -> None:
             reading.told.append("objective.name: sft; for a file of swift pt, add objective.name=pt to the command")
 
 
-def _answers(reading: Translator) -> None:
+def _answers(reading: translation.Translator) -> None:
     """``rlhf_type: grpo``: TRL's keys, with other defaults and some other names."""
     if reading.take("tuner_type") == "lora":
         reading.fill_in("defaults", "lora")
     drawn = {*reading.peer.table["passed"][_OF_ANSWERS], *reading.peer.table["asked"], *_TRLS}
     given = {_TRLS.get(key, key): reading.take(key) for key in reading.entries if key in drawn}
-    models = names_of(given.pop("reward_model", None) or [])
+    models = translation.names_of(given.pop("reward_model", None) or [])
     if len(models) > 1 or given.pop("reward_adapters", None):
         reading.refuse("reward_model", "one reward model judges here, with all of its weights in its folder",
                        "write others into rollout.rewards of a run description (luthier config import)")  # fmt: skip
-    turns, losses = reading.take("gradient_accumulation_steps"), names_of(given.get("loss_type") or "grpo")
+    turns, losses = reading.take("gradient_accumulation_steps"), translation.names_of(given.get("loss_type") or "grpo")
     given |= {"loss_type": losses[0], **({"reward_model_name_or_path": models[0]} if models else {})}
     if given.get("top_k") == -1:
         given["top_k"] = 0  # both are all tokens
@@ -120,7 +109,7 @@ def _answers(reading: Translator) -> None:
         reading.set("rollout.dead_groups", "resample", "dynamic_sample")
         if (times := given.pop("max_resample_times", None)) is not None:
             reading.set("rollout.resample_rounds", times, "max_resample_times")
-    if "soft_overlong" in names_of(given.get("reward_funcs") or []) and not given.get("soft_cache_length"):
+    if "soft_overlong" in translation.names_of(given.get("reward_funcs") or []) and not given.get("soft_cache_length"):
         reading.refuse("reward_funcs", "soft_overlong has no length to begin at", "write soft_cache_length: TOKENS")
     theirs = {trl: key for key, trl in _TRLS.items()} | {"reward_model_name_or_path": "reward_model"}
     DrawnAnswers(
@@ -130,9 +119,9 @@ def _answers(reading: Translator) -> None:
     ).read()  # fmt: skip
 
 
-def _objective(reading: Translator) -> None:
+def _objective(reading: translation.Translator) -> None:
     """The loss and its numbers."""
-    kind, losses = _kind_of(reading), names_of(reading.take("loss_type") or [])
+    kind, losses = kind_of(reading), translation.names_of(reading.take("loss_type") or [])
     smoothed = "label_smoothing_factor" if kind is None else "label_smoothing"
     beta, smooth = reading.take("beta"), reading.take(smoothed)
     others = {"label_smoothing", "label_smoothing_factor"} - {smoothed}
@@ -172,9 +161,9 @@ def _objective(reading: Translator) -> None:
                 reading.set(f"objective.{key}", numbers[key], key)
 
 
-def _reference_adapter(reading: Translator, compares: bool) -> None:
+def _reference_adapter(reading: translation.Translator, compares: bool) -> None:
     """The reference is the model under ``ref_adapters``, or its base, also where an adapter goes on."""
-    begins, refers = (names_of(reading.take(key) or []) for key in ("adapters", "ref_adapters"))
+    begins, refers = (translation.names_of(reading.take(key) or []) for key in ("adapters", "ref_adapters"))
     if not compares or reading.take("ref_model") is not None or begins == refers:
         return  # by itself it is the model that the run begins with
     if len(refers) > 1:
@@ -190,7 +179,7 @@ def _reference_adapter(reading: Translator, compares: bool) -> None:
 # ------------------------------------------------------------------ the model and what is trained of it
 
 
-def _model(reading: Translator) -> None:
+def _model(reading: translation.Translator) -> None:
     model, is_hf = str(reading.take("model")), reading.flag("use_hf")
     reading.set("model.name_or_path", model, "model")
     is_here = Path(model).expanduser().exists() or model.startswith("preset:")
@@ -204,6 +193,9 @@ def _model(reading: Translator) -> None:
             half, of = name, key
     if half is not None:
         reading.set("train.precision", half, of)
+    if half == "fp32" and "fp16" not in reading.entries:
+        reading.told.append("torch_dtype: the model computes in fp32, where ms-swift computes in fp16 without fp16: "
+                            "false")  # fmt: skip
     if reading.take("tuner_type") == "full" and half == "bf16":
         reading.told.append(f"{of}: weights that are trained are kept in fp32 and computed in bf16, where ms-swift "
                             "keeps them in bf16; model.dtype: bfloat16 does so")  # fmt: skip
@@ -218,7 +210,7 @@ def _model(reading: Translator) -> None:
     _quantization(reading)
 
 
-def _quantization(reading: Translator) -> None:
+def _quantization(reading: translation.Translator) -> None:
     method, bits = reading.take("quant_method"), reading.take("quant_bits")
     four, double = reading.take("bnb_4bit_quant_type"), reading.take("bnb_4bit_use_double_quant")
     computed_in = reading.take("bnb_4bit_compute_dtype")
@@ -236,8 +228,8 @@ def _quantization(reading: Translator) -> None:
             reading.set("model.quantization.compute_dtype", kind, "bnb_4bit_compute_dtype")
 
 
-def _adapter(reading: Translator) -> None:
-    kind, path = str(reading.take("tuner_type")), names_of(reading.take("adapters") or [])
+def _adapter(reading: translation.Translator) -> None:
+    kind, path = str(reading.take("tuner_type")), translation.names_of(reading.take("adapters") or [])
     ours = {"full": "full", "lora": "lora", "vera": "vera", "llamapro": "llama_pro"}
     if kind not in ours:
         reading.stop("tuner_type", f"{kind} is not there", f"write one of {', '.join(ours)}")
@@ -254,7 +246,7 @@ def _adapter(reading: Translator) -> None:
         return
     if kind != "full":
         reading.fill_in("defaults", kind)
-    names, pattern = names_of(reading.take("target_modules") or []), reading.take("target_regex")
+    names, pattern = translation.names_of(reading.take("target_modules") or []), reading.take("target_regex")
     rank, blocks, start = (reading.take(key) for key in ("vera_rank", "llamapro_num_new_blocks", "init_weights"))
     if kind in ("lora", "vera"):
         wanted = [f"regex:{pattern}"] if pattern else names
@@ -269,7 +261,7 @@ def _adapter(reading: Translator) -> None:
         reading.pass_over((*_OF_LORA, "lorap_lr_ratio"), "it belongs to tuner_type: lora")
 
 
-def _trained_parts(reading: Translator) -> list[str]:
+def _trained_parts(reading: translation.Translator) -> list[str]:
     frozen = {key: reading.take(key) for key in _FROZEN}
     return [part for key, (part, usual) in _FROZEN.items() if not (usual if frozen[key] is None else frozen[key])]
 
@@ -277,14 +269,14 @@ def _trained_parts(reading: Translator) -> list[str]:
 # ------------------------------------------------------------------ the run
 
 
-def _schedule(reading: Translator) -> None:
+def _schedule(reading: translation.Translator) -> None:
     rate, turns = reading.take("learning_rate"), reading.take("gradient_accumulation_steps")
     rows, world = reading.take("per_device_train_batch_size"), int(os.environ.get("WORLD_SIZE", "1"))
     reading.read.discard("per_device_train_batch_size")
     reading.defaults |= {"learning_rate", "gradient_accumulation_steps", "warmup_ratio"} - set(reading.entries)
     usual = 1e-5 if reading.take("tuner_type") == "full" else 1e-4
     reading.set("train.learning_rate", usual if rate is None else rate, "learning_rate")
-    if _kind_of(reading) == "grpo":
+    if kind_of(reading) == "grpo":
         turns = None  # rollout.prompts_per_step says how large a step is
     elif turns is None and isinstance(rows, int) and rows > 0:
         turns = max(1, math.ceil(16 / rows / world))
@@ -301,7 +293,7 @@ def _schedule(reading: Translator) -> None:
             reading.pass_over((key,), f"the {part} is frozen")
 
 
-def _run(reading: Translator) -> None:
+def _run(reading: translation.Translator) -> None:
     """Devices, checkpoints, evaluation and trackers."""
     shared = reading.take("deepspeed")
     if isinstance(shared, str) and shared.removesuffix("_offload") in ("zero0", "zero1", "zero2", "zero3"):
@@ -335,165 +327,16 @@ def _run(reading: Translator) -> None:
             names = {"accuracy": "token_accuracy"}
             name = str(metric).removeprefix("eval_")
             reading.set("eval.metric_for_best_model", names.get(name, name), "metric_for_best_model")
-    trackers = [name for name in names_of(reading.take("report_to") or []) if name.lower() not in ("none", "all")]
+    trackers = [
+        name for name in translation.names_of(reading.take("report_to") or []) if name.lower() not in ("none", "all")
+    ]
     reading.set("tracking.report_to", trackers, "report_to")
     reading.copy("tracking.run_name", "swanlab_exp_name", str)
-
-
-def _data(reading: Translator) -> None:
-    for key, ours in (("dataset", "data.train"), ("val_dataset", "data.eval")):
-        listed = reading.take(key)
-        listed = [listed] if isinstance(listed, str) else listed
-        if not listed:
-            continue
-        if not isinstance(listed, list):
-            reading.refuse(key, "this is a list of paths and names", f"for example {key}: [rows.jsonl]")
-            continue
-        sources = [source for index, each in enumerate(listed) if (source := _source(reading, key, index, str(each)))]
-        if sources:
-            reading.set(ours, sources, key)
-    reading.set("data.same_role", "merge", "dataset")
-    share, stop = reading.take("split_dataset_ratio"), reading.take("stopping_strategy")
-    if share and not reading.take("val_dataset"):
-        reading.set("data.eval_split", share, "split_dataset_ratio")
-    shares = reading.take("interleave_prob")
-    if shares:
-        reading.set("data.mixture.by", "rows", "interleave_prob")
-        reading.set("data.mixture.stop", "all" if stop == "all_exhausted" else "first", "stopping_strategy")
-        weights = shares if isinstance(shares, list) else [shares]
-        count = len(names_of(reading.take("dataset")))
-        if len(weights) != count:
-            what = f"these are {counted(len(weights), 'share')} of {counted(count, 'data set')}"
-            return reading.refuse("interleave_prob", what, "give one number for each")
-        for index, weight in enumerate(weights):
-            reading.set(f"data.train[{index}].weight", weight, "interleave_prob")
-    if reading.take("dataset_shuffle") is False:
-        reading.told.append("dataset_shuffle: every epoch has an order of its own, which runtime.seed fixes")
-
-
-def _source(reading: Translator, key: str, index: int, text: str) -> dict[str, object] | None:
-    """``ID_OR_PATH:SUBSET#COUNT``, of which the last two may be left out."""
-    at = key if isinstance(reading.take(key), str) else f"{key}[{index}]"
-    from_hf = text.startswith("HF::") or (reading.flag("use_hf") and not text.startswith("MS::"))
-    name, _, count = next((text.removeprefix(hub) for hub in _HUBS if text.startswith(hub)), text).partition("#")
-    source: dict[str, object] = {"max_rows": int(count)} if count.isdecimal() else {}
-    if count and not source:
-        reading.refuse(at, f"{count!r} behind # is no number of rows", "several data sets are a list")
-    if columns := _columns(reading):
-        source["columns"] = columns
-    if (found := trl_rows.columns_of(name)) is not None and not columns:
-        source |= _laid_out(reading, found.names)
-    if Path(name).expanduser().exists() or name.startswith((".", "/", "~", "preset:")) or Path(name).suffix:
-        return {"path": name, **source}
-    name, _, subset = name.partition(":")
-    if name == "swift/self-cognition":
-        reading.refuse(at, f"{name}: its rows have places for model_name and model_author, which are not filled in",
-                       "remove it, or write its rows into a file with the names in their places")  # fmt: skip
-        return None
-    if subset:
-        source["subset"] = subset
-    return {"path": f"{'hub' if from_hf else 'modelscope'}:{name}", **source}
-
-
-def _laid_out(reading: Translator, names: Collection[str]) -> dict[str, object]:
-    """Local rows in the columns that ms-swift alone uses."""
-    worse = {"rejected_response", "rejected_messages"} & set(names)
-    if "messages" in names:  # swift sft learns the messages alone
-        return {"columns": {"rejected": "none"}} if worse and _kind_of(reading) is None else {}
-    if not {"query", "response"} <= set(names):
-        return {}
-    if worse and _kind_of(reading) is not None:
-        columns = {"prompt": "query", "chosen": "response", "rejected": "rejected_response"}
-        return {"format": "preference", "columns": columns}
-    return {"format": "alpaca", "columns": {"prompt": "query", "response": "response"}}
-
-
-def _columns(reading: Translator) -> dict[str, str]:
-    """Theirs say what a column is, ours which column is it."""
-    said = reading.take("columns")
-    try:
-        named = json.loads(said) if isinstance(said, str) else said or {}
-    except ValueError:
-        named = None
-    if not isinstance(named, dict):
-        reading.refuse("columns", "this is no mapping of columns to names", 'for example columns: {"text": "query"}')
-        return {}
-    for name in named.values():
-        if name not in _COLUMNS:
-            reading.refuse("columns", f"{name} is no column of theirs", f"write one of {', '.join(_COLUMNS)}")
-    return {_COLUMNS[name]: str(column) for column, name in named.items() if name in _COLUMNS}
-
-
-def _template(reading: Translator) -> None:
-    if reading.take("template") is not None:
-        reading.told.append(
-            "template: the model's own chat template is used, not one that ms-swift has under this name"
-        )
-    if reading.take("agent_template") is not None:
-        reading.told.append("agent_template: tools and calls are written by the model's own chat template")
-    if (system := reading.take("system")) is not None:
-        file, text = Path(str(system)), str(system)
-        text = file.read_text(encoding="utf-8") if file.suffix == ".txt" and file.is_file() else text
-        reading.set("template.default_system", text.replace("\\n", "\n"), "system")
-    scales = names_of(str(reading.take("loss_scale") or "default").replace("+", ","))
-    ways = {"last_round": "last_assistant", "all": "all"}
-    for scale in scales:
-        if scale in ways and reading.take("rlhf_type") is None:
-            reading.set("template.train_on", ways[scale], "loss_scale")
-        elif scale.startswith("ignore_empty_think"):
-            reading.told.append("loss_scale: a thought that is empty is learned where it stands in an answer's text")
-        elif scale == "hermes":
-            reading.set("template.targets", [{"part": "tool_call", "weight": 2.0}], "loss_scale")
-            reading.told.append("loss_scale: hermes counts a tool call twice; here without the tags around it")
-        elif scale not in ("default", *ways):
-            reading.refuse("loss_scale", f"{scale} weighs parts of answers by patterns", "write weights into the "
-                           "rows, or rules into the targets of a data set (docs/targets.md)")  # fmt: skip
-    objective: Any = reading.tree.entries.get("objective")
-    is_pt = objective is not None and objective.entries["name"].value == "pt"
-    is_written = reading.take("use_chat_template")
-    if is_pt and not is_written:  # swift pt joins the texts of messages, and learns all of them
-        reading.set("template.chat_template", "plain", "use_chat_template" if is_written is False else "objective.name")
-    elif is_written is False and "objective.name" in reading.origins:
-        reading.refuse("use_chat_template", "conversations are written by a chat template",
-                       "add objective.name=pt to the command if the rows are plain text")  # fmt: skip
-    if is_pt and reading.take("loss_scale") is None:
-        reading.set("template.train_on", "all", "objective.name")
-
-
-def _lengths(reading: Translator) -> None:
-    model, asked = str(reading.take("model")), reading.take("max_length")
-    config = named_files.config_of(model) or named_files.config_in_cache(model)
-    most = asked or config.get("text_config", config).get("max_position_embeddings")
-    if most is None:
-        reading.told.append("max_length: 4,096 tokens, Luthier's default; ms-swift has the model's own limit")
-    else:
-        reading.defaults |= {"max_length"} - set(reading.entries)
-        answer = reading.take("max_completion_length") or drawn.SWIFT_DEFAULTS["max_completion_length"]
-        if _kind_of(reading) == "grpo" and isinstance(asked, int) and isinstance(answer, int):
-            most = asked + answer  # theirs is the prompt's alone
-        reading.set("data.max_length", most, "max_length")
-    how = str(reading.take("truncation_strategy"))
-    if _kind_of(reading) == "grpo" and "truncation_strategy" in reading.defaults:
-        how = "left"
-    ways = {"delete": "drop", "left": "keep_answer", "right": "truncate", "split": "split"}
-    if how not in ways:
-        reading.refuse("truncation_strategy", f"{how} is no way", f"write one of {', '.join(ways)}")
-        return
-    reading.set("data.overflow", ways[how], "truncation_strategy")
-    reading.set("data.max_drop", 0.5, "truncation_strategy")  # their runs never stop for rows that are lost
-    if how == "left":
-        reading.told.append("truncation_strategy: a row that is too long loses the oldest turns of its prompt, and no "
-                            "token of its answer")  # fmt: skip
-    is_packed = reading.flag("packing")
-    reading.defaults |= {"packing"} - set(reading.entries)
-    reading.set("train.packing", "window" if is_packed else "none", "packing")
-    if (length := reading.take("packing_length")) not in (None, most):
-        reading.told.append(f"packing_length: packs have max_length tokens, not {length}")
 
 
 SWIFT = translation.Peer(
     name="ms-swift",
     file="swift.toml",
     is_its=_is_its,
-    rules=(_purpose, _objective, _data, _template, _lengths, _model, _adapter, _schedule, _run),
+    rules=(_purpose, _objective, read_data, read_template, read_lengths, _model, _adapter, _schedule, _run),
 )
