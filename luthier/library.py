@@ -246,7 +246,7 @@ def show(
     config: RunDescription,
     *,
     overrides: Sequence[str] = (),
-    row: int | None = None,
+    row: int | str | None = None,
     pack: int | None = None,
     batch: int | None = None,
     split: Literal["train", "eval"] = "train",
@@ -256,7 +256,8 @@ def show(
     """Rows as the model sees them, token by token, each token with its owner; what ``luthier show`` does.
 
     ``row``, ``pack`` or ``batch`` says which, counted from 1: a row of the data, a pack or a micro-batch of the first
-    epoch. Nothing given is row 1. ``html`` writes them as a page, too.
+    epoch. Nothing given is row 1. A row is also found by its address (``"rows.jsonl:45"``), on either side of the data.
+    ``html`` writes them as a page, too.
 
     Raises `ConfigError`, `UserError` where there is no such row, pack or batch, and what preparation raises.
     """

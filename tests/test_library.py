@@ -147,6 +147,21 @@ def test_plan_show_stats_and_verify_give_records(described: dict[str, Any]) -> N
     assert len(luthier.prepare(described).train) == 12
 
 
+def test_a_row_is_shown_by_its_address_on_whichever_side_it_is(described: dict[str, Any]) -> None:
+    rows = Path(described["data"]["train"])
+    rows.write_text("{broken\n" + rows.read_text(encoding="utf-8"), encoding="utf-8")
+    described["data"] |= {"eval_split": 3, "max_drop": 1}
+    for name in (rows.name, str(rows)):
+        titles = [luthier.show(described, row=f"{name}:{line}").rows[0].title for line in range(2, 14)]
+        assert titles == [f"{rows}:{line}" for line in range(2, 14)]
+    assert luthier.show(described, row="2").rows == luthier.show(described, row=2).rows
+    for row, told in (("rows.jsonl:1", "quarantine.jsonl"), ("other.jsonl:2", "no such row"), ("two", "FILE:LINE"),
+                      (0, "there are 9 rows"), ("0", "there are 9 rows")):  # fmt: skip
+        with pytest.raises(luthier.UserError) as caught:
+            luthier.show(described, row=row)
+        assert told in f"{caught.value} {caught.value.hint}"
+
+
 def test_a_loader_takes_a_path_a_dict_and_a_config_and_has_the_batches_of_the_run(
     described: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -39,31 +39,43 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """The ``number``-th row, pack or micro-batch of one side of the data, counted from 1."""
+    """The ``number``-th row, pack or micro-batch of one side of the data, counted from 1; or the row at an ``address``
+    (``rows.jsonl:45``), whichever side it is on."""
 
     kind: Kind
     number: int
     held_out: bool
+    address: str = ""
 
     @classmethod
-    def of_options(cls, *, row: int | None, pack: int | None, batch: int | None, held_out: bool) -> Selection:
+    def of_options(cls, *, row: int | str | None, pack: int | None, batch: int | None, held_out: bool) -> Selection:
         """At most one of the three may be given; raises `UserError` else. Nothing given is row 1."""
-        options = {Kind.ROW: row, Kind.PACK: pack, Kind.BATCH: batch}
+        options: dict[Kind, int | str | None] = {Kind.ROW: row, Kind.PACK: pack, Kind.BATCH: batch}
         given = {kind: number for kind, number in options.items() if number is not None} or {Kind.ROW: 1}
         if len(given) > 1:
             names = " and ".join(f"--{kind}" for kind in given)
             raise UserError(f"{names} exclude each other", hint="give one of them")
         ((kind, number),) = given.items()
-        return cls(kind=kind, number=number, held_out=held_out)
+        if isinstance(number, int) or number.isdecimal():
+            return cls(kind=kind, number=int(number), held_out=held_out)
+        if not number.rpartition(":")[2].isdecimal():
+            hint = "a number counts the rows of the training data; an address, as in messages, is FILE:LINE"
+            raise UserError(f"--row {number}: this is no number and no address", hint=hint)
+        return cls(kind=kind, number=1, held_out=held_out, address=number)
 
     @property
     def title(self) -> str:
         """``pack 3 of the training data``."""
+        if self.address:
+            return f"row {self.address}"
         return f"{self.kind.value} {self.number} of the {'held-out' if self.held_out else 'training'} data"
 
     def views(self, loaded: Loaded) -> list[RowView]:
         """The rows to show, each token with its owner; raises `UserError` where there is no such thing."""
         index = loaded.held_out if self.held_out else loaded.train
+        if self.address:
+            index, number = self._found(loaded)
+            return replace(self, number=number, address="")._row(index, loaded)
         if index is None:
             hint = "name some with data.eval, or set data.eval_split"
             raise UserError("this run has no held-out data", hint=hint, key="data.eval")
@@ -76,6 +88,18 @@ class Selection:
                 return self._batch(index, loaded)
             case _:
                 raise AssertionError(f"unknown kind {self.kind!r}")
+
+    def _found(self, loaded: Loaded) -> tuple[SegmentIndex, int]:
+        """The side of the data that has the row at the address, and its number there."""
+        name, _, line = self.address.rpartition(":")
+        for index in filter(None, (loaded.train, loaded.held_out)):
+            files = [n for n, file in enumerate(index.prepared.files) if f"/{file}".endswith(f"/{name}")]
+            rows = np.isin(index.prepared.file_ids, files) & (index.prepared.row_numbers == int(line))
+            if rows.any():
+                return index, int(np.argmax(rows)) + 1
+        lost = loaded.prepared.quarantine
+        where = f"it may be among the rows that are lost: {lost}" if lost else "is it within the slice of its source?"
+        raise UserError(f"--row {self.address}: the run has no such row", hint=where)
 
     def _row(self, index: SegmentIndex, loaded: Loaded) -> list[RowView]:
         prepared, tokenizer = index.prepared, loaded.encoder.tokenizer
@@ -157,7 +181,7 @@ class Selection:
         return row_origins(prepared, set(rows), loaded.encoder, sources)
 
     def _check(self, count: int, what: str) -> None:
-        if self.number > count:
+        if not 1 <= self.number <= count:
             raise UserError(f"--{self.kind} {self.number}: there are {count} {what}", hint=f"choose 1 to {count}")
 
 

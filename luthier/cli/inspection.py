@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from luthier.sources import RepeatedIds
 
 
-RowNumber = Annotated[int | None, typer.Option(metavar="N", min=1, help="The N-th row; without an option, the first.")]
+ShownRow = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="The N-th row of that side, or the one at an address (rows.jsonl:45). Default: 1."),
+]
 PackNumber = Annotated[int | None, typer.Option(metavar="N", min=1, help="The N-th pack of the first epoch.")]
 BatchNumber = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="The N-th micro-batch of the first epoch, as the model gets it.")
@@ -171,7 +174,7 @@ def stats(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = No
 def show(  # noqa: PLR0913
     config: ConfigFile,
     overrides: Overrides = None,
-    row: RowNumber = None,
+    row: ShownRow = None,
     pack: PackNumber = None,
     batch: BatchNumber = None,
     split: Annotated[Split, typer.Option(help="Which side of the data.")] = Split.TRAIN,
@@ -193,7 +196,7 @@ def show(  # noqa: PLR0913
     [dim]Example[/]   luthier show examples/grpo.yaml --rollouts
     """
     if rollouts:
-        _show_rollouts(Path(config), overrides, None, row, html, json)
+        _show_rollouts(Path(config), overrides, None, _number(row), html, json)
         return
     with reporting(json) as output:
         import msgspec
@@ -263,6 +266,12 @@ def _repeated_ids(found: RepeatedIds, output: Output) -> dict[str, object]:
     line = f"{found.source}: {rows} the id of an earlier row; the first: {found.id} at {first} and {again}"
     output.console.print(Text(line, style="yellow"))
     return {"source": found.source, "rows": found.rows, "id": found.id, "first": [first, again]}
+
+
+def _number(row: str | None) -> int | None:
+    if row is not None and not row.isdecimal():
+        raise typer.BadParameter("the rows of drawn answers are chosen by number", param_hint="--row")
+    return None if row is None else int(row)
 
 
 def _print_rows(shown: library.Shown, output: Output) -> None:
