@@ -32,6 +32,9 @@ from luthier.packing.settings import Planned, PlanSettings, UnitKind
 from luthier.records import Ints
 from luthier.writing import JsonObject, counted, write_text
 
+DATA = "identity of the data"
+CHANGED = "its rows, their tokenizer or their chat template have changed: "
+
 STATE_VERSION = 3  # 2: rows were ordered by other rules
 STATE_FILE = "loader_state.json"
 MAX_STATE_BYTES = 16_384  # of a run; the state of a `luthier.Loader` takes at most a quarter of it
@@ -166,15 +169,17 @@ class LoaderState:
             lines = "\n".join(f"  {name}: {_value(there, name)} there, {_value(here, name)} here" for name in differing)
             raise CheckpointError(
                 f"{where} was written by a run with another stream of batches:\n{lines}",
-                hint="restore those settings and that data, or start anew",
+                hint=f"{CHANGED if DATA in differing else ''}restore what was there, or start anew (a run with "
+                "output.overwrite: true, or in another output.dir)",
             )
 
     def _decisive(self) -> Mapping[str, StateScalar]:
-        return {**self.settings, "seed": self.seed, "identity of the data": self.data}
+        return {**self.settings, "seed": self.seed, DATA: self.data}
 
 
 def _value(settings: Mapping[str, StateScalar], name: str) -> str:
-    return str(settings[name]) if name in settings else "not set"
+    value = str(settings.get(name, "not set"))
+    return f"{value[:12]}…" if name == DATA and len(value) > 12 else value
 
 
 def _checksum(content: dict[str, object]) -> str:

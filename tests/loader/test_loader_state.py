@@ -102,6 +102,14 @@ def test_another_stream_is_refused_with_all_that_differs(change: dict[str, Any],
         STATE.check(dataclasses.replace(STATE, **change))
 
 
+def test_changed_data_are_told_in_words_with_the_key_that_starts_anew() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        STATE.check(dataclasses.replace(STATE, data="0123456789abcdef"))
+    assert "0123456789ab… here" in caught.value.message
+    assert "rows, their tokenizer or their chat template" in str(caught.value.hint)
+    assert "output.overwrite: true" in str(caught.value.hint)
+
+
 def test_another_place_in_the_same_stream_is_fine() -> None:
     STATE.check(dataclasses.replace(STATE, epoch=0, step=0, cursor=0, waiting={}, trail=RowTrail()))
 
