@@ -166,7 +166,8 @@ class _DataSet:
         elif kind.format != "text":
             settings |= self._learned()
             self._messages()
-            if kind.format == "alpaca" and (kind.intro is not None or kind.template == "alpaca"):
+            is_headed = kind.template == "alpaca" or "### Instruction" in str(kind.template)
+            if kind.format == "alpaca" and (is_headed or kind.intro is not None):
                 self.reading.told.append(f"{self.at}.type: an input follows its instruction after a newline, without "
                                          "axolotl's heading and introduction for it")  # fmt: skip
         if self.at.startswith("pretraining_dataset"):
@@ -327,7 +328,7 @@ class _DataSet:
                 self.reading.told.append(f"{self.at}.type.format: rows without an input are written by it, too, where "
                                          "axolotl writes their instruction and a space alone")  # fmt: skip
             prompt = str(prompt or "{instruction} ").replace("{instruction}", "{prompt}").replace("{input}", "")
-            if shown["format"] and "{input}" in str(shown["format"]):
+            if "{input}" in str(shown["format"] or "{input}"):
                 self.reading.told.append(f"{self.at}.type.format: an input follows its instruction after a newline")
         else:
             fmt = {"format": "preference" if self.rows_of == "pairs" else "feedback"}

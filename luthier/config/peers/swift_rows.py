@@ -63,6 +63,8 @@ def _source(reading: Translator, key: str, index: int, text: str) -> dict[str, o
     from_hf = text.startswith("HF::") or (reading.flag("use_hf") and not text.startswith("MS::"))
     name, _, count = next((text.removeprefix(hub) for hub in _HUBS if text.startswith(hub)), text).partition("#")
     source: dict[str, object] = {"max_rows": int(count)} if count.isdecimal() else {}
+    if source:
+        reading.told.append(f"{at}: of a data set with fewer rows all are taken once, where ms-swift repeats them")
     if count and not source:
         reading.refuse(at, f"{count!r} behind # is no number of rows", "several data sets are a list")
     columns = _columns(reading)
