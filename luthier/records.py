@@ -1,8 +1,8 @@
 """The records that flow through Luthier, in the order in which they flow.
 
-    raw row (dict) -> Conversation | Document | Preference | Feedback     sources (Tokenized: goes on as a Sample)
+    raw row (dict) -> Conversation | Document | Preference | Feedback     sources; Tokenized, where a row has ids
                    -> Rendered (paths of Pieces)                          rendering
-                   -> Sample (a token tree)                               encoding
+                   -> Sample (a token tree)                               encoding, of Tokenized without rendering
                    -> Segment -> Pack                                     layout, packing
                    -> Batch (tensors for ``model(**batch.model_inputs)``) collation
 

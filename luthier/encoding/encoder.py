@@ -316,8 +316,8 @@ def _assembled(batch: Sequence[Filled | Sample | RowError], assembler: Assembler
 #     rejected   q q q B B B     ->     branch 1: A A,   parent 0
 #                                       branch 2: B B B, parent 0
 #
-# Continuations part where the first of them begins to be learned, also if they begin alike, or where they differ before
-# that: two continuations are two leaves, and no target is shared.
+# The prompt ends where the first of the continuations begins to be learned, or earlier, where they begin to differ. So
+# each continuation is a leaf of its own, and no target is shared, also where two continuations begin alike.
 
 
 def parts_of(filled: Filled) -> tuple[Filled, ...]:

@@ -4,6 +4,13 @@ evaluation, `luthier.Loader` and of a run that goes on.
 The plan is a pure function of the rows, the settings and (seed, epoch). Asking for a step waits until the rows that
 decide it are here; where all rows are here, nobody waits. A run that goes on begins at the window that its checkpoint
 names, and plans nothing of what came before.
+
+    order    r r r r r r r r r | r r r r r r r r r | r r r …      rows, taken window by window
+    steps    | 0 | 1 | 2 |     3     | 4 |    5    | 6 …          step 3 is complete with the second window
+    restart  ^ of steps 0 to 5                     ^ of step 6
+
+A run goes on from the ``restart`` of a step's window: the newest place before it at which no step is incomplete, so
+that a place in the order says all. It plans the steps from there again, and gives those that were not taken.
 """
 
 from __future__ import annotations
@@ -62,18 +69,18 @@ class StreamPlan:
         self._windows: deque[stream_state.StepWindow] = deque()
         self._whole: OrderedDict[int, EpochPlan] = OrderedDict()
         self._last: int | None = None  # how many steps there are, once that is known
-        self._pace: tuple[float, bool] | None = None  # steps of an epoch, and whether they were counted
+        self._steps_per_epoch: tuple[float, bool] | None = None  # steps of an epoch, and whether they were counted
         self._counted: tuple[float, ...] = ()  # epochs that are planned at once, and all of their steps
-        self._looked: tuple[int, bool, bool] | None = None
+        self._run_facts_known: tuple[int, bool, bool] | None = None
         if state is not None and state.waiting:
             waiting = state.waiting
-            self._begin(stream_state.StreamHistory.from_json(waiting, state.trail))
-            self._pace = float(waiting["pace"]), bool(waiting["is_counted"])
+            self._begin_epoch(stream_state.StreamHistory.from_json(waiting, state.trail))
+            self._steps_per_epoch = float(waiting["pace"]), bool(waiting["is_counted"])
             self._has_trees = bool(waiting["has_trees"])
             self._counted = tuple(waiting["counted"])
         else:
             none = np.zeros((len(rows.weights), 4), dtype=np.int64)
-            self._begin(
+            self._begin_epoch(
                 stream_state.StreamHistory(
                     epoch=0,
                     steps=0,
@@ -89,23 +96,23 @@ class StreamPlan:
     @property
     def horizon(self) -> int:
         """See `StreamPlan`. Waits for the rows that decide the first step. Raises `UserError` where there is none."""
-        return self._look()[0]
+        return self._run_facts()[0]
 
     @property
     def is_exact(self) -> bool:
         """Whether the run has exactly ``horizon`` steps."""
-        return self._look()[1]
+        return self._run_facts()[1]
 
     @property
     def has_trees(self) -> bool:
         """See `StreamPlan`."""
-        return self._look()[2]
+        return self._run_facts()[2]
 
     @property
     def num_planned(self) -> int:
         """Steps that are decided so far, and of which it is known whether another one follows."""
         if not self._windows:
-            return self._now.steps
+            return self._history.steps
         newest = self._windows[-1]
         decided = newest.before.steps + len(newest)
         known = decided if newest.ends_epoch else decided - 1
@@ -165,12 +172,12 @@ class StreamPlan:
 
     def num_tokens(self, number: int) -> int:
         """Tokens of a step on all ranks, without padding."""
-        window = self._there(number)
+        window = self._planned_window(number)
         return int(window.tokens[number - window.before.steps])
 
     def turns(self, number: int) -> int:
         """How many micro-batches a step has on each rank, blanks counted."""
-        window = self._there(number)
+        window = self._planned_window(number)
         first, stop = map(int, window.bounds[number - window.before.steps :][:2])
         return -(-max(self.settings.micro_batches_per_step, stop - first) // self.settings.num_ranks)
 
@@ -234,7 +241,7 @@ class StreamPlan:
     def first_epoch(self) -> dict[str, int]:
         """What was planned of the first epoch: ``segments tokens targets micro_batches packs``."""
         names = ("segments", "tokens", "targets", "micro_batches", "packs")
-        return dict(zip(names, self._now.of_first_epoch, strict=True))
+        return dict(zip(names, self._history.of_first_epoch, strict=True))
 
     def epoch(self, number: int) -> EpochPlan:
         """The whole plan of one epoch, kept while it is in use. Waits for all of its rows."""
@@ -272,11 +279,11 @@ class StreamPlan:
         window = self._window(steps_done - 1) if steps_done else None
         if window is None:
             return 0, 0, {}, stream_state.RowTrail()
-        assert self._pace is not None
+        assert self._steps_per_epoch is not None
         waiting = {
             **window.restart.to_json(self._trail_before(window.restart)),
-            "pace": self._pace[0],
-            "is_counted": self._pace[1],
+            "pace": self._steps_per_epoch[0],
+            "is_counted": self._steps_per_epoch[1],
             "counted": list(self._counted),
             "has_trees": self._has_trees,
         }
@@ -284,8 +291,8 @@ class StreamPlan:
 
     def _window(self, number: int) -> stream_state.StepWindow | None:
         """The window that completes a step; None behind the last."""
-        if self._looked is None:
-            self._look()
+        if self._run_facts_known is None:
+            self._run_facts()
         if number >= self.num_planned:  # who asks for a step that is there does not wait for one who plans
             with self._planning:
                 while number >= self.num_planned and (self._last is None or number < self._last):
@@ -301,17 +308,17 @@ class StreamPlan:
                 self._windows.popleft()
         return found
 
-    def _there(self, number: int) -> stream_state.StepWindow:
+    def _planned_window(self, number: int) -> stream_state.StepWindow:
         window = self._window(number)
         assert window is not None, f"step {number} of {self.num_planned}"
         return window
 
-    def _begin(self, before: stream_state.StreamHistory) -> None:
+    def _begin_epoch(self, before: stream_state.StreamHistory) -> None:
         """Plan an epoch from a place in it."""
-        self._now = self._restart = before
+        self._history = self._newest_restart = before
         order = self.order.epoch(before.epoch)
         self._planner = EpochPlanner(self.rows, self.settings, order, epoch=before.epoch, place=before.place)
-        self._open: Planned | None = None  # micro-batches, of occurrences, that are in no complete step
+        self._incomplete_step: Planned | None = None  # micro-batches, of occurrences, that are in no complete step
         self._waiting = stream_state.waiting_in(self._planner, None)
 
     def _plan_window(self) -> None:
@@ -320,23 +327,23 @@ class StreamPlan:
         while True:
             window = planner.next()
             assert window is not None, "an epoch that is over was followed by none"
-            planned = window if self._open is None else join([self._open, window])
+            planned = window if self._incomplete_step is None else join([self._incomplete_step, window])
             ends = planned.step_ends
             if planner.is_over and len(planned) and (not len(ends) or ends[-1] < len(planned)):
                 ends = np.append(ends, len(planned))  # the smaller last step
             if len(ends) or planner.is_over:
                 break
-            self._open = planned
+            self._incomplete_step = planned
         last = int(ends[-1]) if len(ends) else 0
         whole = replace(planned.part(0, last), step_ends=ends)
-        self._open = planned.part(last, len(planned)) if last < len(planned) else None
-        self._note(whole, planner)
+        self._incomplete_step = planned.part(last, len(planned)) if last < len(planned) else None
+        self._add_steps(whole, planner)
         if planner.is_over:
             self._end_epoch()
 
-    def _note(self, planned: Planned, planner: EpochPlanner) -> None:
+    def _add_steps(self, planned: Planned, planner: EpochPlanner) -> None:
         """Add the steps of some micro-batches, which end at ``planned.step_ends``."""
-        before, waiting, after = self._now, self._waiting, planner.place()
+        before, waiting, after = self._history, self._waiting, planner.place()
         bounds = np.append(np.int64(0), planned.step_ends)
         segments = planner.of_segments(planned)
         used = planner.occurrences["rows"][planned.segment_ids].astype(np.int64)
@@ -349,7 +356,7 @@ class StreamPlan:
             upto[-1] += planner.lost_at_end
         window = stream_state.StepWindow(
             before=before,
-            restart=self._restart,
+            restart=self._newest_restart,
             planned=segments,
             bounds=bounds,
             used=used,
@@ -358,12 +365,12 @@ class StreamPlan:
             waiting=waiting,
             position=planner.taken if after is None else after.position,
             ends_epoch=planner.is_over,
-            is_whole_epoch=planner.is_over and before.place is None and before is self._restart,
+            is_whole_epoch=planner.is_over and before.place is None and before is self._newest_restart,
             counted=(0, before.taken),
         )
-        self._waiting = stream_state.waiting_in(planner, self._open)
+        self._waiting = stream_state.waiting_in(planner, self._incomplete_step)
         if not len(window):
-            self._note_end(planner)
+            self._end_epoch_at_newest(planner)
             return
         taken, summary = (
             before.taken + stream_state.count_taken(self.rows, self.settings, window, 0, len(window)),
@@ -372,7 +379,7 @@ class StreamPlan:
         if before.epoch == 0:
             here = [*(taken - before.taken).sum(axis=0)[1:].tolist(), len(planned), len(planned.pack_bounds) - 1]
             summary = tuple(map(sum, zip(summary, here, strict=True)))
-        self._now = stream_state.StreamHistory(
+        self._history = stream_state.StreamHistory(
             epoch=before.epoch,
             steps=before.steps + len(window),
             rows_used=int(upto[-1]),
@@ -382,21 +389,21 @@ class StreamPlan:
             place=after,
             after=window,
         )
-        if self._open is None and self._now.place is not None:
-            self._restart = self._now
+        if self._incomplete_step is None and self._history.place is not None:
+            self._newest_restart = self._history
         with self._steps_lock:
             self._windows.append(window)
-        self._look_for_end(window)
+        self._end_run_within(window)
 
-    def _note_end(self, planner: EpochPlanner) -> None:
+    def _end_epoch_at_newest(self, planner: EpochPlanner) -> None:
         """The last window of the epoch completed no step: what was the last so far is the epoch's last."""
-        if planner.is_over and self._windows and self._windows[-1].before.epoch == self._now.epoch:
+        if planner.is_over and self._windows and self._windows[-1].before.epoch == self._history.epoch:
             newest = self._windows[-1]
             newest.ends_epoch = True
             newest.upto[-1] += planner.lost_at_end
-            self._now.rows_used = int(newest.upto[-1])
+            self._history.rows_used = int(newest.upto[-1])
 
-    def _look_for_end(self, window: stream_state.StepWindow) -> None:
+    def _end_run_within(self, window: stream_state.StepWindow) -> None:
         """Whether the run ends with one of these steps: a part of an epoch is over when so many rows are used up."""
         if self._last is not None or self._num_epochs % 1 == 0 or math.isinf(self._num_epochs):
             return
@@ -406,28 +413,29 @@ class StreamPlan:
                 self._last = window.before.steps + place + 1
 
     def _end_epoch(self) -> None:
-        number = self._now.epoch + 1
-        if self._last is not None and self._now.steps >= self._last:
+        number = self._history.epoch + 1
+        if self._last is not None and self._history.steps >= self._last:
             return
         if number >= self._num_epochs:
-            self._last = self._now.steps if self._last is None else self._last
+            self._last = self._history.steps if self._last is None else self._last
             return
-        if not self._now.steps:
+        if not self._history.steps:
             raise stream_state.no_steps(len(self.rows))
-        self._begin(replace(self._now, epoch=number, place=None))
+        self._begin_epoch(replace(self._history, epoch=number, place=None))
 
-    def _look(self) -> tuple[int, bool, bool]:
+    def _run_facts(self) -> tuple[int, bool, bool]:
+        """The run's ``horizon``, ``is_exact`` and ``has_trees``."""
         with self._planning:
-            if self._looked is None:
-                if self._pace is None:
-                    self._pace = self._look_ahead()
+            if self._run_facts_known is None:
+                if self._steps_per_epoch is None:
+                    self._steps_per_epoch = self._steps_of_first_epoch()
                     self._has_trees = self.settings.shared and self.rows.have_trees
-                horizon, is_exact = self._expected(*self._pace)
+                horizon, is_exact = self._expected_steps(*self._steps_per_epoch)
                 self._last = horizon if is_exact else self._last
-                self._looked = horizon, is_exact, self._has_trees
-            return self._looked
+                self._run_facts_known = horizon, is_exact, self._has_trees
+            return self._run_facts_known
 
-    def _look_ahead(self) -> tuple[float, bool]:
+    def _steps_of_first_epoch(self) -> tuple[float, bool]:
         """The steps of an epoch, and whether they were counted, from as few rows as decide the first step."""
         first = self._planner
         while not self._windows and self._last is None:
@@ -443,7 +451,7 @@ class StreamPlan:
         tokens_per_step = sum(int(window.tokens.sum()) for window in windows) / steps
         return self._rows_per_epoch * first.tokens / first.taken / tokens_per_step, False
 
-    def _expected(self, steps_of_epoch: float, is_counted: bool) -> tuple[int, bool]:
+    def _expected_steps(self, steps_of_epoch: float, is_counted: bool) -> tuple[int, bool]:
         """How many steps the run has, and whether that is exact."""
         if self._max_steps is not None:
             return self._max_steps, True

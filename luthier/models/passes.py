@@ -330,7 +330,7 @@ class ValueHead(nn.Module):
             return {"weight": local_copy(self.weight_D).tolist(), "bias": local_copy(self.bias).item()}
 
     def take(self, numbers: Mapping[str, Any]) -> None:
-        """The way back."""
+        """Put numbers that `numbers` gave into the weights."""
         with torch.no_grad():
             local_copy(self.weight_D).copy_(torch.tensor(numbers["weight"]))
             local_copy(self.bias).fill_(numbers["bias"])

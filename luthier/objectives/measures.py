@@ -84,5 +84,5 @@ class RunningMean:
 
     @staticmethod
     def from_state(state: Mapping[str, float]) -> RunningMean:
-        """The way back. Raises KeyError where a number is missing."""
+        """Read what `to_state` gave. Raises KeyError where a number is missing."""
         return RunningMean(total=float(state["total"]), count=float(state["count"]))

@@ -157,8 +157,9 @@ def _joined_bounds(bounds: Sequence[Ints]) -> Ints:
 
 DEFAULT_WINDOW = 4096
 LINEAR_COST = 24_576  # 6 x 4096: a token's matrix products over its attention to one other, at a width of 4096
-# A patch (or a frame of sound) in an encoder of a tenth of the language model's parameters: frozen it has no backward
-# pass, and costs a third of a tenth of a token; trained all of it. Between the two, since a plan does not know which.
+# What a patch (or a frame of sound) costs in an encoder that has a tenth of the language model's parameters. If the
+# encoder is trained, that is a tenth of a token. If it is frozen, it has no backward pass, which leaves a third of a
+# tenth. A plan does not know which of the two it is, so it takes a number between them.
 PATCH_COST = LINEAR_COST // 16
 
 

@@ -20,7 +20,7 @@ from operator import itemgetter
 
 from luthier.records import NOWHERE, Address, ControlPiece, Media, MediaHeader, MediaPiece, Piece, Rendered, TextPiece
 from luthier.rendering.messages import ControlTokens
-from luthier.rendering.text_references import Slot, TextReference, exchanged, value_of
+from luthier.rendering.text_references import RowString, TextReference, exchanged, value_of
 from luthier.rendering.trace import Guard, GuardCheck, compile_guards
 
 # A text with gaps: literal text, and the numbers of the values that stand between it.
@@ -101,7 +101,7 @@ class Blueprint:
 
     def __post_init__(self) -> None:
         sources = [
-            value_of(reference, ()) if not isinstance(reference, Slot)
+            value_of(reference, ()) if not isinstance(reference, RowString)
             else reference if reference.operations else reference.number
             for reference in self.references.values()
         ]  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 from luthier.errors import RowError, TemplateError
 from luthier.records import Audio, Document, Image, Media, Message, Part, Text, Thinking, ToolCall, Video
-from luthier.rendering.text_references import NumberText, Slot, is_number
+from luthier.rendering.text_references import NumberText, RowString, is_number
 from luthier.rendering.trace import Owner, Trace
 from luthier.rendering.tracked import FollowedNumber, FollowedTool, Tracked, concatenate, own_text, row_value
 from luthier.writing import counted
@@ -156,7 +156,9 @@ def marked_tools(tools: Sequence[Mapping[str, object]], trace: Trace) -> list[ob
     if trace.tool_texts:
         trace.strings += trace.tool_texts
         followed: list[object] = [
-            FollowedTool(Tracked(trace.strings[-1 - place], trace.alphabet.char(Slot(-1 - place)), number, trace), tool)
+            FollowedTool(
+                Tracked(trace.strings[-1 - place], trace.alphabet.char(RowString(-1 - place)), number, trace), tool
+            )
             for place, tool in enumerate(tools)
         ]
         trace.container_owners[id(followed)] = number
@@ -346,10 +348,11 @@ PLURAL = {"image": "images", "video": "videos", "audio": "audios"}  # as their c
 class MediaSlots:
     """For each kind (``image``, ``video``, ``audio``) that a model takes, what stands for an item of it.
 
-    tokens  the token that its processor replaces
-    inline  what is written into a message's text by whom a template helps not: the token and what goes around it
-    written of the tokens those that are not in the vocabulary: the processor finds them in the text (Qianfan-OCR)
-    wrapped of some tokens what the processor replaces as a whole where a template prints it: the token with its marks
+    tokens   the token that its processor replaces
+    inline   what Luthier writes into a message's text where the template takes no media of that kind: the token with
+             the marks around it
+    written  those of the tokens that are not in the vocabulary: the processor finds them in the text (Qianfan-OCR)
+    wrapped  for some tokens the token with its marks, where the processor replaces both together
     """
 
     tokens: Mapping[str, str]

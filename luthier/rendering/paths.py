@@ -396,7 +396,7 @@ def require_every_part(
             continue
         if isinstance(part, Text | Thinking):
             is_blank = not part.text.strip()
-            history.note(Guard("blank", (history.slot(span.message, index),), (), is_blank))
+            history.note(Guard("blank", (history.character_of(span.message, index),), (), is_blank))
             if is_blank:
                 continue
         raise RowError(

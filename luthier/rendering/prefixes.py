@@ -28,7 +28,7 @@ from itertools import accumulate
 from luthier.errors import RowError
 from luthier.records import Conversation
 from luthier.rendering.template import ChatTemplate, MessageSpan, Recording
-from luthier.rendering.text_references import Alphabet, Slot, exchanged, filled_in, is_reference
+from luthier.rendering.text_references import Alphabet, RowString, exchanged, filled_in, is_reference
 from luthier.rendering.trace import Owner
 from luthier.writing import counted
 
@@ -124,13 +124,13 @@ class PlacedWindow:
 
     begins       where its first messages behind the head begin
     owners       of what it prints from the second of them on, by their characters
-    slots        the references to strings of its messages behind the head, which stand for later ones in the row
+    strings      the references to strings of its messages behind the head, which stand for later ones in the row
     guards_move  for each guard, whether it asks about one of these
     """
 
     begins: list[int]
     owners: Mapping[str, Owner]
-    slots: Mapping[str, Slot]
+    strings: Mapping[str, RowString]
     guards_move: tuple[bool, ...]
 
 
@@ -264,7 +264,9 @@ class Prefixes:
         if not trunk.sketch.startswith(window.sketch[: there[0]]):
             return None
         by = self.offsets[head + shift] - self.offsets[head]
-        table = {char: self.alphabet.char(Slot(slot.number + by, slot.operations)) for char, slot in seen.slots.items()}
+        table = {
+            char: self.alphabet.char(RowString(one.number + by, one.operations)) for char, one in seen.strings.items()
+        }
         if trunk.sketch[here[1] : here[3]] != exchanged(window.sketch[there[0] : there[2]], table):
             return None
         numbers = {ord(char): chr(whole.number(_shifted(owner, head, shift))) for char, owner in seen.owners.items()}
@@ -310,9 +312,9 @@ class Prefixes:
         chars = sorted({*window.sketch[there[0] :], *(char for one in asked for char in one)})
         found = {char: self.alphabet.reference(char) for char in chars if is_reference(char)}
         first = self.offsets[self.head]
-        slots = {char: one for char, one in found.items() if isinstance(one, Slot) and one.number >= first}
-        moves = tuple(not one.isdisjoint(slots) for one in asked)
-        seen = PlacedWindow(begins=there, owners=owners, slots=slots, guards_move=moves)
+        strings = {char: one for char, one in found.items() if isinstance(one, RowString) and one.number >= first}
+        moves = tuple(not one.isdisjoint(strings) for one in asked)
+        seen = PlacedWindow(begins=there, owners=owners, strings=strings, guards_move=moves)
         self.seen[id(window)] = window, seen
         return seen
 

@@ -143,7 +143,7 @@ class RowHistory:
     def keeps(self, char: str) -> bool:
         """Whether a character of a sketch stands for some text in every row whose string is not blank."""
         match self.recordings.alphabet.reference(char):
-            case text_references.Slot(_, operations):
+            case text_references.RowString(_, operations):
                 return all(name in KEEPING for name, *_ in operations)
             case text_references.Fixed(text):
                 return bool(text)
@@ -157,7 +157,7 @@ class RowHistory:
         """
         for position in range(start, end):
             reference = self.recordings.alphabet.reference(recording.sketch[position])
-            if not isinstance(reference, text_references.Slot):
+            if not isinstance(reference, text_references.RowString):
                 continue
             if reference.number < 0:  # a tool, which may have no words
                 return True
@@ -166,11 +166,13 @@ class RowHistory:
                 return True
         return False
 
-    def slot(self, message: int, part: int) -> str:
+    def character_of(self, message: int, part: int) -> str:
         """The character that stands for the whole text of one part of a message."""
         within = self.row.messages[message]
         within = replace(within, parts=within.parts[:part], name=None, tool_call_id=None)
-        return self.recordings.alphabet.char(text_references.Slot(self.offsets[message] + len(message_strings(within))))
+        return self.recordings.alphabet.char(
+            text_references.RowString(self.offsets[message] + len(message_strings(within)))
+        )
 
     def parts_of(self, message: int, kind: type[Text] | type[Thinking]) -> list[int]:
         """Which parts of a message are texts, or thoughts."""

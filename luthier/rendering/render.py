@@ -41,7 +41,7 @@ from luthier.rendering.recordings import Recordings, RowHistory, unshared
 from luthier.rendering.substitution import other_strings
 from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns
 from luthier.rendering.template import ChatTemplate
-from luthier.rendering.text_references import AlphabetFull, Slot, exchanged, message_shape
+from luthier.rendering.text_references import AlphabetFull, RowString, exchanged, message_shape
 from luthier.rendering.trained_turns import known_tags, notation_of
 from luthier.writing import counted
 
@@ -120,7 +120,7 @@ class Renderer:
         variants = self._known(shape)
         if not variants:
             alphabet = self._recordings.alphabet
-            references = {alphabet.char(Slot(number)): Slot(number) for number in range(len(shape.weights))}
+            references = {alphabet.char(RowString(number)): RowString(number) for number in range(len(shape.weights))}
             control = self.control.with_places(slots.tokens_of(media))
             path = other_rows.document_path(shape, control=control, chars=tuple(references), slots=slots)
             variants.append(_CachedBlueprint(blueprint=build_blueprint([path], [], references, control)))

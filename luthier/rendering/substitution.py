@@ -25,7 +25,7 @@ from luthier.rendering.messages import (
     other_tools,
     plain_messages,
 )
-from luthier.rendering.text_references import Constant, Fixed, NumberText, Slot, filled_in, operated, references_in
+from luthier.rendering.text_references import Constant, Fixed, NumberText, RowString, filled_in, operated, references_in
 from luthier.rendering.trace import QUESTIONS, Guard, Trace
 
 # Whatever some way of writing a text writes otherwise: HTML, JSON, a format, a path, capitals.
@@ -80,7 +80,7 @@ class OtherWords:
     def value(self, char: str) -> str:
         """What a character of a sketch stands for with these words."""
         match self.trace.alphabet.reference(char):
-            case Slot(source, operations) | Constant(source, operations):
+            case RowString(source, operations) | Constant(source, operations):
                 return operated(self.texts[source], operations)
             case _:
                 return self.trace.value(char)
@@ -110,7 +110,7 @@ class OtherWords:
 
     def _source(self, char: str) -> WordSource | None:
         match self.trace.alphabet.reference(char):
-            case Slot(source, _) | Constant(source, _):
+            case RowString(source, _) | Constant(source, _):
                 return source
             case _:
                 return None

@@ -6,7 +6,7 @@ get the text from another row's strings:
 
     "<|user|>" + content.strip() + "
 "     ->   "<|user|>󰀀
-",   U+F0000 = Slot(3, (("strip", None),))
+",   U+F0000 = RowString(3, (("strip", None),))
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_BITS = 10_000  # Python writes no whole number of more than 4,300 digits
 Operation = tuple[Any, ...]  # a name of OPERATIONS and its further arguments
 
 
-class Slot(NamedTuple):
+class RowString(NamedTuple):
     """The row's string number ``number``, after some operations, each applied to what the one before gave.
 
     Tools that are followed count from the end: -1 is the row's first one.
@@ -47,7 +47,7 @@ class Constant(NamedTuple):
     """A text that belongs to the shape of a row (a key of tool arguments, a tool), after some operations.
 
     It is the same in every row that a recording stands for, so a finished recording has it as `Fixed`. While the
-    template runs it is followed like a `Slot`, so that the recording can be proven with another text in its place.
+    template runs it is followed like a `RowString`, so that the recording can be proven with another text in its place.
     """
 
     text: str
@@ -111,13 +111,13 @@ class Fixed(NamedTuple):
     text: str
 
 
-TextReference = Slot | Constant | Fixed
+TextReference = RowString | Constant | Fixed
 
 
 def value_of(reference: TextReference, strings: Sequence[str]) -> str:
     """The text that a reference stands for in a row with these strings."""
     match reference:
-        case Slot(number, operations):
+        case RowString(number, operations):
             return operated(strings[number], operations)
         case Constant(text, operations):
             return operated(text, operations)
@@ -210,7 +210,7 @@ class Alphabet:
         if reference is None:
             return char
         text = value_of(reference, strings)
-        if not isinstance(reference, Slot):
+        if not isinstance(reference, RowString):
             self.texts[char] = text
         return text
 
@@ -219,8 +219,8 @@ class Alphabet:
         known = self.derived.get((char, operation))
         if known is None:
             match self.reference(char):
-                case Slot(number, operations):
-                    known = self.char(Slot(number, (*operations, operation)))
+                case RowString(number, operations):
+                    known = self.char(RowString(number, (*operations, operation)))
                 case Constant(text, operations):
                     known = self.char(Constant(text, (*operations, operation)))
                 case Fixed(text):

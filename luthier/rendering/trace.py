@@ -16,7 +16,7 @@ from luthier.rendering.text_references import (
     Constant,
     Fixed,
     NumberText,
-    Slot,
+    RowString,
     exchanged,
     has_reference,
     is_reference,
@@ -150,7 +150,7 @@ class Trace:
     def add_string(self, text: str) -> str:
         """Take in the row's next string; the character that stands for it."""
         self.strings.append(text)
-        return self.alphabet.char(Slot(len(self.strings) - 1))
+        return self.alphabet.char(RowString(len(self.strings) - 1))
 
     def add_constant(self, text: str) -> str:
         """Take in a text that belongs to the row's shape; the character that stands for it."""
@@ -174,7 +174,7 @@ class Trace:
         assert question in QUESTIONS, question
         if self.is_marking or not any(map(has_reference, sketches)):
             return
-        if any(isinstance(self.alphabet.reference(char), Slot | Constant) for char in references_in(*sketches)):
+        if any(isinstance(self.alphabet.reference(char), RowString | Constant) for char in references_in(*sketches)):
             self.guards[Guard(question, sketches, tuple(arguments), answer)] = None
 
     @property
@@ -183,8 +183,8 @@ class Trace:
         if self.uses_followed or not (self.follows_numbers or self.tool_texts):
             return self.uses_followed
         asked = references_in(*(sketch for guard in self.guards for sketch in guard.sketches))
-        slots = (reference for char in asked if isinstance(reference := self.alphabet.reference(char), Slot))
-        followed = (slot.number < 0 or isinstance(self.strings[slot.number], NumberText) for slot in slots)
+        strings = (reference for char in asked if isinstance(reference := self.alphabet.reference(char), RowString))
+        followed = (one.number < 0 or isinstance(self.strings[one.number], NumberText) for one in strings)
         return any(followed)
 
     def closed(self, sketch: str) -> tuple[str, tuple[Guard, ...]]:
@@ -194,7 +194,7 @@ class Trace:
         table = {char: self.alphabet.settled(char) for char in constant}
         guards: dict[Guard, None] = {}
         for guard in self.guards:
-            if any(isinstance(self.alphabet.reference(char), Slot) for char in references_in(*guard.sketches)):
+            if any(isinstance(self.alphabet.reference(char), RowString) for char in references_in(*guard.sketches)):
                 guards[guard._replace(sketches=tuple(exchanged(one, table) for one in guard.sketches))] = None
         return exchanged(sketch, table), tuple(guards)
 

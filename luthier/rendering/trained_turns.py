@@ -216,7 +216,7 @@ class _Asked:
         """The thoughts of the row's message that are not blank, each with its owner."""
         found = []
         for part in self.history.parts_of(self.index, Thinking):
-            char = self.history.slot(self.index, part)
+            char = self.history.character_of(self.index, part)
             is_blank = not self.history.value(char).strip()
             self.history.note(Guard("blank", (char,), (), is_blank))
             if not is_blank:
@@ -229,7 +229,9 @@ class _Asked:
 
         The text is all of its parts together, which is what the template is given.
         """
-        sketch = "".join(self.history.slot(self.index, part) for part in self.history.parts_of(self.index, Text))
+        sketch = "".join(
+            self.history.character_of(self.index, part) for part in self.history.parts_of(self.index, Text)
+        )
         found = None
         for tag in filter(None, (self.ending.opening, self.ending.closing)) if sketch else ():
             has_tag = tag in filled_in(sketch, self.history.value)

@@ -40,7 +40,7 @@ from luthier.training.callbacks import EarlyStopping, Flow, Hooks, Journal, Mete
 from luthier.training.data import RunData
 from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import OBJECTIVE_STATE, checkpoint_step, write_json
-from luthier.training.folder.run_folder import LostRows
+from luthier.training.folder.run_folder import LostMediaRows
 from luthier.training.losses.objective import kernel_name, make_losses, model_pass
 from luthier.training.losses.policies import FLOOR_OF_16_BITS, PolicyLosses
 from luthier.training.losses.router_balance import RouterBalance
@@ -168,7 +168,7 @@ def make_trainer(setup: RunSetup) -> Trainer:
     evaluates = data.eval is not None and config.eval.strategy is not Strategy.NO
     shared = _shares(config, data, schedule)
     how = collating(config, tokenizer, run_model.loaded, shared=shared)
-    lost = LostRows(config.output.dir, data.ledger, max_drop=config.data.max_drop, tell=hooks.tell)
+    lost = LostMediaRows(config.output.dir, data.ledger, max_drop=config.data.max_drop, tell=hooks.tell)
     stream = streams.train_stream(
         data.train,
         schedule,

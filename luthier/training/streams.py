@@ -95,7 +95,7 @@ class DrawsAnswers(Protocol):
         """Keep in a checkpoint what this rank has drawn for the steps after the first ``step``."""
 
     def load(self, folder: Path, step: int) -> None:
-        """The way back. Raises `CheckpointError`."""
+        """Read from a checkpoint what `save` kept there. Raises `CheckpointError`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -151,7 +151,7 @@ class TrainStream:
             self.rollouts.save(checkpoint, step)
 
     def load(self, checkpoint: Path) -> None:
-        """The way back. Raises `CheckpointError`."""
+        """Read what `save` kept for this rank. Raises `CheckpointError`."""
         if self.rollouts is not None:
             self.rollouts.load(checkpoint, self.first_step)
 

@@ -24,7 +24,7 @@ from luthier.rendering.paths import cut_paths
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy, Weights
 from luthier.rendering.template import ChatTemplate
-from luthier.rendering.text_references import Slot
+from luthier.rendering.text_references import RowString
 from tests.conftest import reason_is
 
 # Templates that look at content in every way that stock templates do.
@@ -430,7 +430,7 @@ def test_the_text_of_tools_that_many_rows_have_is_fixed() -> None:
     one, tools = renderer("{{ tools | tojson }}" + CHATML), (random_tool(random.Random(1)),)
     row = conversation(user("How?"), assistant("So."), tools=tools)
     references = [one.fill(row).blueprint.references.values() for _ in range(12)]
-    assert [any(each == Slot(-1) for each in of_row) for of_row in references] == [True] * 8 + [False] * 4
+    assert [any(each == RowString(-1) for each in of_row) for of_row in references] == [True] * 8 + [False] * 4
 
 
 @pytest.mark.parametrize("name", ["embedded", "looks at the last one", "strips what it joined"])

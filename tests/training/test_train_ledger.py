@@ -19,7 +19,7 @@ from luthier.ledger import Ledger
 from luthier.records import Address
 from luthier.training.fit import fit_data
 from luthier.training.folder.artifacts import model_card
-from luthier.training.folder.run_folder import LOST_FILE, UNREADABLE, LostRows, ledger_of_run
+from luthier.training.folder.run_folder import LOST_FILE, UNREADABLE_LINE, LostMediaRows, ledger_of_run
 from luthier.training.report.events import Event, StepDone
 from luthier.training.report.report import Report
 from luthier.training.report.result import Ended, RunResult
@@ -132,7 +132,7 @@ def test_a_row_whose_media_was_lost_is_not_trained_though_a_step_took_it(tmp_pat
 
 def _lose(folder: Path, *rows: int) -> bytes:
     """What a run writes that lost these rows."""
-    lost = LostRows(folder, {}, max_drop=1.0, tell=lambda _: None)
+    lost = LostMediaRows(folder, {}, max_drop=1.0, tell=lambda _: None)
     for row in rows:
         lost._add(RowError("media_changed", "", address=Address(file="a", row=row)), counted=True)
     return (folder / LOST_FILE).read_bytes()
@@ -146,9 +146,9 @@ def test_no_damage_to_the_file_of_lost_rows_takes_another_row(tmp_path: Path) ->
         damaged = bytearray(first)
         damaged[place] ^= 1 << place % 7
         (tmp_path / LOST_FILE).write_bytes(bytes(damaged) + second)
-        LostRows(tmp_path, ledger, max_drop=1.0, tell=told.append)
+        LostMediaRows(tmp_path, ledger, max_drop=1.0, tell=told.append)
         found = ledger_of_run(ledger, tmp_path, rows)
-        unreadable = found["notes"][UNREADABLE]
+        unreadable = found["notes"][UNREADABLE_LINE]
         assert unreadable in (1, 2)  # 2 where the flip makes a newline
         assert (found["prepared"], found["trained"], found["quarantined"]) == (8, 8, {"media_changed": 1})
     assert len(told) == len(first) - 1 and LOST_FILE in told[0].text

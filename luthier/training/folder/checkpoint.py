@@ -29,8 +29,8 @@ from luthier.errors import CheckpointError, UserError
 from luthier.loader.stream_state import LoaderState
 from luthier.training.folder.staging import FILES, reported
 from luthier.training.folder.state import (
+    READING_FAULTS,
     STRUCTURE,
-    UNREADABLE,
     check_optimizer_state,
     check_random_state,
     check_state,
@@ -143,7 +143,7 @@ def taking_over(checkpoint: Path, name: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except UNREADABLE as error:
+    except READING_FAULTS as error:
         reason = error.message if isinstance(error, UserError) else str(error) or type(error).__name__
         raise UnusableCheckpoint(
             f"{checkpoint}: its {name} cannot be taken over: {reason[:500]}",
@@ -241,7 +241,7 @@ def unusable(checkpoint: Path) -> str | None:
             _check_training_state(checkpoint)
     except CheckpointError as error:
         return error.message.replace(f"{checkpoint}/", "")
-    except UNREADABLE as error:
+    except READING_FAULTS as error:
         return f"{path.name}: {str(error)[:200] or type(error).__name__}"
     return None
 
@@ -258,7 +258,7 @@ def _check_training_state(checkpoint: Path) -> None:
         state = read(checkpoint, name)
         try:
             check(state)
-        except UNREADABLE as error:
+        except READING_FAULTS as error:
             raise unreadable(checkpoint / (name + STRUCTURE), error) from error
     step = _read_trainer_state(checkpoint / TRAINER_STATE).global_step
     if step != checkpoint_step(checkpoint):
@@ -276,7 +276,7 @@ def _read_trainer_state(path: Path) -> _TrainerState:
     try:
         TrainerState(**json.loads(path.read_bytes()))
         return msgspec.convert(json.loads(path.read_bytes()), _TrainerState)
-    except UNREADABLE as error:
+    except READING_FAULTS as error:
         raise unreadable(path, error) from error
 
 
@@ -297,7 +297,7 @@ def read_json(path: Path) -> dict[str, object]:
     """A JSON object. Raises `CheckpointError` if the file holds anything else."""
     try:
         content = json.loads(path.read_bytes())
-    except UNREADABLE as error:
+    except READING_FAULTS as error:
         raise unreadable(path, error) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object")

@@ -220,7 +220,7 @@ def _flatten(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
 
 LOST_FILE = "lost_media.jsonl"
 MAX_TOLD = 10  # of a run; the file has them all
-UNREADABLE = "unreadable line of lost_media.jsonl"  # a note of the ledger: a row was lost, and which is not known
+UNREADABLE_LINE = "unreadable line of lost_media.jsonl"  # a note of the ledger: a row was lost, and which is not known
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,7 +241,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
         return cls(file=told[0], row=told[1], counted=counted, reason=error.reason, detail=error.detail, check=check)
 
 
-class LostRows:
+class LostMediaRows:
     """Those of one run, of all that it went on from too. Every rank adds its own to one file, a line at a time."""
 
     def __init__(self, folder: Path, ledger: JsonObject, *, max_drop: float, tell: EventListener) -> None:
@@ -257,7 +257,8 @@ class LostRows:
         if damaged:
             count = counted(len(damaged), "line")
             where = f"{self.path}:{damaged[0]}"
-            tell(Note(text=f"{count} cannot be read (the first: {where}), and the ledger notes it as {UNREADABLE!r}"))
+            noted = f"the ledger notes it as {UNREADABLE_LINE!r}"
+            tell(Note(text=f"{count} cannot be read (the first: {where}), and {noted}"))
 
     def watch(self, batches: Iterable[Batch], *, counted: bool = True) -> Iterator[Batch]:
         """The batches; what they lost is noted on the way. ``counted`` is for rows of the ledger.
@@ -301,7 +302,7 @@ def ledger_of_run(ledger: dict[str, object], folder: Path, trained: Collection[A
         found.lose_kept(error)
     found.trained = len(set(trained) - lost.keys())
     if damaged:
-        found.note(UNREADABLE, len(damaged))
+        found.note(UNREADABLE_LINE, len(damaged))
     found.check(max_drop=found.read)
     return found.to_json()
 

@@ -32,7 +32,7 @@ from luthier.training.folder.staging import FILES, reported
 from luthier.writing import counted
 
 STRUCTURE, TENSORS = ".json", ".safetensors"
-UNREADABLE = (
+READING_FAULTS = (
     OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, RecursionError, OverflowError,
     MemoryError, struct.error, SafetensorError,
 )  # fmt: skip
@@ -90,14 +90,14 @@ def _read(folder: Path, name: str, tensor: Callable[[str], torch.Tensor]) -> obj
     path = folder / (name + STRUCTURE)
     try:
         return _decoded(json.loads(path.read_bytes(), parse_constant=_no_constant), tensor)
-    except UNREADABLE as error:
+    except READING_FAULTS as error:
         raise unreadable(path, error) from error
 
 
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
-    except UNREADABLE as error:
+    except READING_FAULTS as error:
         raise unreadable(path, error) from error
 
 
@@ -285,7 +285,7 @@ def optimizer_state(
 
 
 def check_optimizer_state(state: Any) -> None:
-    """Raise one of `UNREADABLE` if this is no state of any optimizer."""
+    """Raise one of `READING_FAULTS` if this is no state of any optimizer."""
     found = state["optimizer"]
     numbers = [number for group in found["param_groups"] for number in group["params"]]
     if sorted(numbers) != list(range(len(numbers))) or not set(found["state"]) <= set(numbers):
@@ -301,7 +301,7 @@ def check_optimizer_state(state: Any) -> None:
 def put_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
     """Go on with a state that `optimizer_state` gave, where the model has the weights saved with it.
 
-    Raises one of `UNREADABLE` if it is that of another optimizer or of other weights.
+    Raises one of `READING_FAULTS` if it is that of another optimizer or of other weights.
     """
     check_optimizer_state(state)
     plain: Any = plain_optimizer(optimizer)
@@ -394,7 +394,7 @@ def random_state() -> dict[str, Any]:
 
 
 def check_random_state(state: Any) -> None:
-    """Raise one of `UNREADABLE` if `set_random_state` could not take this."""
+    """Raise one of `READING_FAULTS` if `set_random_state` could not take this."""
     random.Random().setstate(state["python"])
     _, words, position, *_ = state["numpy"]
     if words.shape != (NUMPY_WORDS,) or words.dtype != np.uint32 or not 0 <= position <= NUMPY_WORDS:

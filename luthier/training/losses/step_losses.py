@@ -97,7 +97,7 @@ class StepLosses(Protocol):
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """The way back."""
+        """Go on with what `state` gave when the checkpoint was written."""
         ...
 
 

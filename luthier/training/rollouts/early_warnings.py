@@ -291,7 +291,7 @@ class GapWatch:
         return {} if self._expected is None else {"first_gap": self._expected}
 
     def load_state(self, state: Any) -> None:
-        """The way back."""
+        """Take over the gap of the first canaries, if `state` gave one."""
         self._expected = state.get("first_gap")
 
     def _check(self, found: GapNumbers, what: str) -> None:
