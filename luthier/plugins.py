@@ -7,12 +7,15 @@ they know the same rows.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, ValuesView
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from traceback import extract_tb
 from typing import TypeVar
 
 from luthier.errors import PluginError, UserError
@@ -53,6 +56,10 @@ class Table(Mapping[str, RowT]):
             raise UserError(f"there is no {self.what} {name!r}", hint=f"{ask}choose one of: {', '.join(self._rows)}")
         return self._rows[name]
 
+    def added_by(self, name: str) -> str:
+        """Which distribution a row is of, for messages: ``"luthier-quiz 0.1.0"``."""
+        return self._added_by.get(name, "luthier itself")
+
     def added(self) -> dict[str, RowT]:
         """The rows that do not come with Luthier."""
         load_plugins()
@@ -85,6 +92,7 @@ class _State:
         self.failure: PluginError | None = None
         self.adding: str | None = None
         self.num_added = 0
+        self.named_by: dict[str, str] = {}  # functions that plugins name -> which row names them
 
 
 _state = _State()
@@ -121,10 +129,61 @@ def num_added() -> int:
 
 @cache
 def resolve(reference: str) -> Callable[..., object]:
-    """The function that ``"package.module:name"`` stands for, where a table must not import what its rows need."""
+    """The function that ``"package.module:name"`` stands for, where a table must not import what its rows need.
+
+    Raises `PluginError` that names the distribution where a plugin's row names a function that is not there.
+    """
     module, _, name = reference.partition(":")
-    found: Callable[..., object] = vars(import_module(module))[name]
-    return found
+    named_by = _state.named_by.get(reference)
+    if named_by is None:  # Luthier's own
+        found: Callable[..., object] = vars(import_module(module))[name]
+        return found
+    try:
+        there = vars(import_module(module))
+    except Exception as error:
+        told = f"{named_by} names the function {reference!r}, and {module} cannot be imported"
+        raise PluginError(f"{told}: {type(error).__name__}: {error}", hint="fix that module, or the name") from error
+    if not callable(there.get(name)):
+        ask = "".join(f"did you mean {close}? " for close in get_close_matches(name, there, n=1))
+        what = f"{named_by} names the function {reference!r}, and {module} has no function {name!r}"
+        raise PluginError(what, hint=f'{ask}name one that the module defines: "{module}:NAME"')
+    function: Callable[..., object] = there[name]
+    return function
+
+
+def name_function(reference: str | Callable[..., object] | None, what: str) -> None:
+    """Note that a new row, ``the loss 'focal'``, names this function: errors of `resolve` say whose it is.
+
+    Raises `PluginError` where this is no name of a function in a module that can be found. The module is not imported.
+    """
+    named_by = f"{what} of {_state.adding or 'this program'}"
+    if reference is None or callable(reference):
+        return
+    module, _, name = reference.partition(":")
+    hint = 'name it by its module and its name: "package.module:name"'
+    if not module or not name.isidentifier():
+        raise PluginError(f"{named_by} names the function {reference!r}, which is no such name", hint=hint)
+    if not _is_there(module):
+        raise PluginError(f"{named_by} names the function {reference!r}, and there is no module {module}", hint=hint)
+    _state.named_by[reference] = named_by
+
+
+def failure_of(what: str, error: Exception) -> PluginError:
+    """What a plugin's function raised, as an error that says where. ``what`` names the function:
+    ``the loss 'focal' of luthier-quiz 0.1.0``. The caller's own line is the first of the traceback."""
+    frames = extract_tb(error.__traceback__)[1:]
+    place = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
+    told = f"{what} failed{place}: {type(error).__name__}: {error}"
+    return PluginError(told, hint="fix the plugin: docs/plugins.md says what its function is given")
+
+
+def _is_there(module: str) -> bool:
+    if module in sys.modules:
+        return True
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _load(entry: EntryPoint) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from luthier.config.choices import RowKind
 from luthier.config.loss_rows import Loss
 from luthier.config.objective import loss_of
+from luthier.objectives.loss_call import computed_losses
 from luthier.objectives.measures import Measure, Measures, SequenceLoss, measure
 from luthier.objectives.pair_formulas import NO_BASELINES, PairBaselines, PairScores, PairSettings
 
@@ -74,7 +75,8 @@ def feedback_loss_sum(
     ratios_R = scores.logps_R - scores.ref_logps_R
     good_R = scores.desirable_R
     signs_R = torch.where(good_R, 1.0, -1.0).to(ratios_R.dtype)
-    losses_R = loss_of(RowKind.VERDICT, name).compute(ratios_R, signs_R, settings, baselines)
+    row = loss_of(RowKind.VERDICT, name)
+    losses_R = computed_losses(row, ratios_R, "row", ratios_R, signs_R, settings, baselines)
     losses_R = losses_R * torch.where(good_R, settings.desirable_weight, settings.undesirable_weight)
     if settings.sft_weight:
         mean_nll_R = -scores.logps_R / scores.lengths_R.clamp(min=1)
@@ -138,7 +140,7 @@ def pair_loss_sum(
     Raises `UserError` where there is no loss ``name``.
     """
     row = loss_of(RowKind.PAIR, name)
-    losses_P = row.compute(scores, settings, baselines)
+    losses_P = computed_losses(row, scores.chosen_P, "pair", scores, settings, baselines)
     if settings.sft_weight:
         losses_P = losses_P + settings.sft_weight * scores.mean_chosen_nll_P
     if scores.weights_P is not None:
@@ -192,7 +194,8 @@ def reward_loss_sum(
     gap_P = chosen_P - rejected_P
     row = loss_of(RowKind.PAIR, name)
     wanted_P = torch.zeros_like(gap_P) if margins_P is None else margins_P
-    losses_P = row.compute(chosen_P, rejected_P, wanted_P, {**row.numbers, **(numbers or {})})
+    told = {**row.numbers, **(numbers or {})}
+    losses_P = computed_losses(row, gap_P, "pair", chosen_P, rejected_P, wanted_P, told)
     if weights_P is not None:
         losses_P = losses_P * weights_P
     measures = {

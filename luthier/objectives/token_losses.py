@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from luthier.config.objective import LOSSES
+from luthier.objectives.loss_call import computed_losses
 from luthier.records import IGNORE_INDEX
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -191,7 +192,8 @@ class TokenSettings:
 
 def token_losses(quantities: TokenQuantities, settings: TokenSettings) -> torch.Tensor:
     """The loss of each target, [C], with the z-loss."""
-    losses_C: torch.Tensor = LOSSES.named(settings.loss).compute(quantities, settings)
+    loss = LOSSES.named(settings.loss)
+    losses_C = computed_losses(loss, quantities.logps_C, "target", quantities, settings)
     if settings.z_loss:
         losses_C = losses_C + settings.z_loss * quantities.lse_C.square()
     return losses_C

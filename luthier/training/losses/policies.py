@@ -15,6 +15,7 @@ from luthier.config.rollout import RolloutConfig
 from luthier.models.passes import ModelPass, ValueHead, add_value_head
 from luthier.models.quantized import rounds_inputs
 from luthier.models.submodules import evaluating
+from luthier.objectives.loss_call import computed_losses
 from luthier.objectives.measures import Measures, measure
 from luthier.objectives.policy_losses import (
     Advantage,
@@ -196,7 +197,7 @@ class PolicyLosses(step_losses.Stateless):
             expected_K=None if policy.expected_K is None else policy.expected_K.to(device),
             returns_K=prepared.returns_K,
         )
-        losses_K = self.row.compute(scores, self.numbers)
+        losses_K = computed_losses(self.row, found.logps_K, "target", scores, self.numbers)
         if prepared.reference_K is not None and self.row.kl_in == "loss":
             losses_K = losses_K + self.kl_weight * kl_losses(scores, prepared.reference_K)
         sampler_K = policy.behaviour_K.to(device)
