@@ -375,8 +375,10 @@ def _checked_to_train(draft: Draft) -> list[str]:
 
 def _found_to_plan(draft: Draft) -> Iterator[str]:
     from luthier.config.draft import unread_settings
+    from luthier.config.losses import check_functions
     from luthier.config.machine import check_machine
 
+    check_functions(draft.config.objective)
     yield from (f"training here would stop: {problem}" for problem in check_machine(draft))
     yield from unread_settings(draft)
 

@@ -130,6 +130,27 @@ FAULTS = {
         "import luthier\nluthier.register_format('x', luthier.FormatRule(columns={}, needs=(), convert=print))",
         "the format 'x' has no version",
     ),
+    "a format that needs a column it has not": (
+        "import luthier\nluthier.register_format('x', luthier.FormatRule(columns={'frage': ('q',)}, "
+        "needs=(('frgae',),), convert=print, version='1'))",
+        "the format 'x' needs a column 'frgae', which is none of its columns hint: did you mean frage?",
+    ),
+    "a text for a tuple": (
+        "import luthier\nluthier.register_format('x', luthier.FormatRule(columns={'frage': ('q')}, needs=(), "
+        "convert=print, version='1'))",
+        "a text, 'q', where a tuple of names stands",
+    ),
+    "a loss in a module that is not there": (
+        "import luthier\nluthier.register_loss(luthier.Loss(name='x', objectives=('sft',), "
+        "function='no_such_package.losses:x', formula='', says=''))",
+        "names the function 'no_such_package.losses:x', and there is no module no_such_package.losses",
+    ),
+    "an objective by no name of a function": (
+        "import luthier\nluthier.register_objective(luthier.Objective(name='x', rows=luthier.RowKind.ANSWER, "
+        "default_loss='cross_entropy', losses='losses.x'))",
+        "names the function 'losses.x', which is no such name",
+    ),
+    "a metric of nothing": ("import luthier\nluthier.register_metric('x', luthier.Metric())", "measures nothing"),
 }
 
 
@@ -154,6 +175,51 @@ for name in sys.argv[1:]:
     assert told[::2] == told[1::2] and len(told) == 2 * len(FAULTS), told
     for number, (line, (_, words)) in enumerate(zip(told[::2], FAULTS.values(), strict=True)):
         assert f"of broken{number} 1.0 cannot be loaded: " in line and words in line and "hint: " in line, line
+
+
+MISTAKEN = """
+import luthier
+
+def read(reading):
+    reading.column("antwort")
+    {reads}
+
+def squared(quantities, settings):
+    return quantities.logps_C ** 2
+
+def register():
+    luthier.register_loss(
+        luthier.Loss(name="squared", objectives=("sft",), function="mistaken:{function}", formula="", says="")
+    )
+    columns = {{"frage": ("q",), "antwort": ("a",)}}
+    rule = luthier.FormatRule(columns=columns, needs=(("frage",),), convert=read, version="1", detected=True)
+    luthier.register_format("faq", rule)
+
+if __name__ != "__main__":
+    register()
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"function": "squard"}, "of mistaken 1.0 names the function 'mistaken:squard', and mistaken has no function"),
+        ({"reads": 'reading.text("antwrten")'}, "asks for a column 'antwrten', which is none of its columns"),
+        ({"reads": 'reading.has("response")'}, "asks for a column 'response', which is none of its columns"),
+        ({"reads": '{}["right"]'}, "the format 'faq' of mistaken 1.0, at rows.jsonl:1, failed ("),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_mistakes_of_a_plugin_are_told_as_its_own(
+    command: str, changed: dict[str, str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    site = plugin_at(tmp_path, "mistaken", MISTAKEN.format(**{"function": "squared", "reads": "", **changed}))
+    run = described("rows", [{"q": "1 + 1?", "a": "2"}], objective={"loss": "squared"})
+    Path("run.json").write_text(json.dumps(run), encoding="utf-8")
+    done = python("-m", "luthier", command, "run.json", folders=(site,), cwd=tmp_path)
+    assert done.returncode == 2 and told in squeezed(done.stderr), done.stderr
+    assert "hint: " in done.stderr and "this is a bug" not in done.stderr
 
 
 def test_two_plugins_with_one_name_are_both_named_and_the_command_says_so(tmp_path: Path) -> None:

@@ -41,6 +41,15 @@ def check_objective(draft: Draft) -> Iterator[Problem]:
     yield from _reference(draft)
 
 
+def check_functions(config: ObjectiveConfig) -> None:
+    """Raise `PluginError` where the objective or its loss is a plugin's and names a function that is not there. Those
+    that are there are imported, with torch: not for a look at a run description alone."""
+    if config.name in OBJECTIVES.added():
+        _ = OBJECTIVES[config.name].make_losses
+    if config.loss_name in LOSSES.added():
+        _ = LOSSES[config.loss_name].compute, LOSSES[config.loss_name].sides
+
+
 def check_compared(draft: Draft) -> Iterator[Problem]:
     """What cannot be done with rows whose answers are compared, or judged."""
     config = draft.config

@@ -28,7 +28,7 @@ from luthier.config.choices import (
 from luthier.config.inputs import QuantizationConfig, Section
 from luthier.config.loss_rows import Loss
 from luthier.errors import PluginError, UserError
-from luthier.plugins import Table, resolve
+from luthier.plugins import Table, name_function, resolve
 
 
 class ReferenceSource(StrEnum):
@@ -333,6 +333,8 @@ def register_loss(loss: Loss) -> None:
     if taken:
         raise PluginError(f"the loss {loss.name!r} calls a number {taken[0]!r}, which is another key of the objective")
     LOSSES.add(loss.name, loss)
+    for function in (loss.function, loss.sorts):
+        name_function(function, f"the loss {loss.name!r}")
     for key in loss.numbers:
         if key not in ObjectiveConfig.model_fields:
             says = loss.explained.get(key, f"a number of the loss `{loss.name}`")
@@ -349,3 +351,4 @@ def register_loss(loss: Loss) -> None:
 def register_objective(objective: Objective) -> None:
     """Add an objective to the table. Raises `PluginError` where there is one of this name."""
     OBJECTIVES.add(objective.name, objective)
+    name_function(objective.losses, f"the objective {objective.name!r}")

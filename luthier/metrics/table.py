@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from math import comb
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 
-from luthier.errors import UserError, install_hint
+from luthier.errors import LuthierError, PluginError, UserError, install_hint
 from luthier.metrics import texts
 from luthier.metrics.bootstrap import ScoreOf, Sums, interval, mean_of
 from luthier.metrics.texts import CorpusScore, OfRow
-from luthier.plugins import Table
+from luthier.plugins import Table, failure_of
 
 OfCorpus = Callable[[Sequence[str], Sequence[str]], CorpusScore]
 MessageDict = Mapping[str, Any]  # an assistant's message in OpenAI's form
@@ -114,9 +114,55 @@ METRICS: Table[Metric] = Table(
 def register_metric(name: str, metric: OfRow | Metric) -> None:
     """Add a metric of predictions: a function of (expected, generated) that gives a number, or a `Metric`.
 
-    Raises `PluginError` where there is one of this name.
+    Raises `PluginError` where there is one of this name. What its function gives is looked at whenever it is called: a
+    `PluginError` says so where that is no number.
     """
-    METRICS.add(name, metric if isinstance(metric, Metric) else Metric(of_row=metric))
+    METRICS.add(name, _guarded(name, metric if isinstance(metric, Metric) else Metric(of_row=metric)))
+
+
+def _guarded(name: str, metric: Metric) -> Metric:
+    """The same metric, whose functions raise `PluginError` where they give something else than they should."""
+    if not isinstance(metric, Metric) or not (metric.is_whole or metric.with_argument):
+        what = f"the metric {name!r} measures nothing: it has none of the functions"
+        raise PluginError(what, hint="give it of_row, a function of (expected, generated) (docs/plugins.md)")
+    each, whole = partial(_number, name), partial(_score, name)
+    return replace(
+        metric,
+        of_row=metric.of_row and partial(each, metric.of_row),
+        of_message=metric.of_message and partial(each, metric.of_message),
+        of_corpus=metric.of_corpus and partial(whole, metric.of_corpus),
+        of_losses=metric.of_losses and partial(whole, metric.of_losses),
+        with_argument=metric.with_argument and partial(_with_argument, name, metric.with_argument),
+    )
+
+
+def _number(name: str, function: Callable[..., object], *arguments: object) -> float | None:
+    found = _called(name, function, *arguments)
+    if found is not None and not isinstance(found, SupportsFloat):
+        what = f"the metric {name!r} of {METRICS.added_by(name)} gives {str(found)[:40]!r}, a {type(found).__name__}"
+        raise PluginError(what, hint="return a number for each answer, or None where the row has no say")
+    return None if found is None else float(found)
+
+
+def _score(name: str, function: Callable[..., object], *arguments: object) -> CorpusScore:
+    found = _called(name, function, *arguments)
+    if not isinstance(found, CorpusScore):
+        what = f"the metric {name!r} of {METRICS.added_by(name)} gives {str(found)[:40]!r}, a {type(found).__name__}"
+        raise PluginError(what, hint="return a luthier.CorpusScore of all answers")
+    return found
+
+
+def _with_argument(name: str, function: Callable[[str], Metric], argument: str) -> Metric:
+    return _guarded(name, function(argument))
+
+
+def _called(name: str, function: Callable[..., object], *arguments: object) -> object:
+    try:
+        return function(*arguments)
+    except (LuthierError, MemoryError):
+        raise
+    except Exception as error:
+        raise failure_of(f"the metric {name!r} of {METRICS.added_by(name)}", error) from error
 
 
 def names_in(text: str) -> list[str]:

@@ -41,7 +41,7 @@ from luthier.sources.detect import NUM_ROWS_SEEN, detect_layout
 from luthier.sources.files import FileKind
 from luthier.sources.formats.layout import Layout
 from luthier.sources.formats.reading import Reading
-from luthier.sources.formats.table import FORMATS
+from luthier.sources.formats.table import FORMATS, declared_by
 from luthier.sources.origins import HUB, MODELSCOPE, PRESET, LocalFiles, Origin, open_origin
 from luthier.sources.row_index import RowIndex, index_origin
 from luthier.sources.rows import RawRow, RowBytes, decode_row, json_kind
@@ -77,16 +77,16 @@ class RowReader:
 
     def _record(self, row: RawRow) -> Row:
         """Where no place was found for the media of a row, its text may hold what a processor writes for them."""
-        convert = FORMATS[self.layout.format].convert
-        reading = Reading(row, self.layout)
+        rule = FORMATS[self.layout.format]
+        reading = Reading(row, self.layout, declares=declared_by(rule))
         try:
-            return convert(reading)
+            return rule.convert(reading)
         except RowError as error:
             if error.reason != "media_count" or not reading.media.may_be_written:
                 raise
             for slots in (written_slots, parted_slots):
                 with suppress(RowError):
-                    return convert(Reading(row, self.layout, slots))
+                    return rule.convert(Reading(row, self.layout, slots, declares=declared_by(rule)))
             raise
 
 

@@ -25,6 +25,7 @@ from luthier.config import machine, optimizers
 from luthier.config.choices import AdapterType, Precision, Sharding, Strategy
 from luthier.config.draft import Draft, unread_settings
 from luthier.config.inputs import MediaCache
+from luthier.config.losses import check_functions
 from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import AdapterConfig, RunConfig
 from luthier.encoding.encoder import Encoder
@@ -58,6 +59,7 @@ def check_run(draft: Draft) -> list[str]:
     Gives what is odd and no fault, for the user to hear. Raises `ConfigError` with all faults, each at its line, those
     that the machine gave reason for (``draft.machine``) among them.
     """
+    check_functions(draft.config.objective)
     notes = unread_settings(draft)
     problems = [*draft.machine, *_environment(draft)]
     told = {problem.key for problem in problems}  # a second fault of such a key would be a consequence of the first

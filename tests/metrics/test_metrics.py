@@ -339,3 +339,30 @@ def test_a_metric_of_ones_own_is_measured_with_the_others(monkeypatch: pytest.Mo
         "longest", luthier.Metric(of_corpus=lambda one, other: luthier.CorpusScore(score=9.0, signature="mine"))
     )
     assert score("longest", ("a", "b"), ("a", "b")) == {"score": 9.0, "signature": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("metric", "told"),
+    [
+        (lambda expected, generated: "good", "gives 'good', a str"),
+        (lambda expected, generated: [1.0], "gives '[1.0]', a list"),
+        (lambda expected, generated: 1 / 0, "failed ("),
+        (luthier.Metric(of_corpus=lambda expected, generated: 1.0), "gives '1.0', a float"),  # type: ignore[arg-type, return-value]
+        (luthier.Metric(with_argument=lambda _: luthier.Metric(of_row=lambda one, other: other)), "a str"),  # type: ignore[arg-type, return-value]
+    ],
+)
+def test_what_is_no_number_of_a_metric_is_refused_with_its_name(
+    metric: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(METRICS, "_rows", dict(METRICS._rows))
+    monkeypatch.setattr(METRICS, "_added_by", {})
+    luthier.register_metric("mine", metric)
+    with refused(luthier.PluginError, "the metric 'mine' of this program", told):
+        score("mine:x" if isinstance(metric, luthier.Metric) and metric.with_argument else "mine", ("a", "b"))
+
+
+def test_numbers_of_other_libraries_and_no_say_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(METRICS, "_rows", dict(METRICS._rows))
+    given = iter([np.float32(0.5), True, None])
+    luthier.register_metric("mine", lambda expected, generated: next(given))
+    assert score("mine", ("a", "b"), ("c", "d"), ("e", "f"))["mean"] == 0.75

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from luthier.config.choices import SameRole
+from luthier.errors import PluginError
 from luthier.records import TargetRule
 
 FUNCTION_CALL = "function_call"  # ShareGPT's role for an assistant's message whose value is a tool call
@@ -88,3 +90,21 @@ def build_tags(
         train=overrides.get("train_tag"),
         thinking=thinking,
     )
+
+
+def check_columns(kind: str, columns: Mapping[str, Sequence[str]], needs: Iterable[Sequence[str]]) -> None:
+    """Raises `PluginError` where the columns of a format are no tuples of names, or where it needs one it has not."""
+    for names in (*columns.values(), *needs):
+        if isinstance(names, str):
+            hint = f"a tuple of one name has a comma: ({names!r},); needs is a tuple of such tuples"
+            raise PluginError(f"the format {kind!r} has a text, {names!r}, where a tuple of names stands", hint=hint)
+    for wanted in (one for names in needs for one in names if one not in columns):
+        raise undeclared(kind, wanted, "needs", columns)
+
+
+def undeclared(kind: str, name: str, how: str, columns: Iterable[str]) -> PluginError:
+    """The error for a column that is none of the format's."""
+    known = sorted(columns)
+    ask = "".join(f"did you mean {close}? " for close in get_close_matches(name, known, n=1))
+    what = f"the format {kind!r} {how} a column {name!r}, which is none of its columns"
+    return PluginError(what, hint=f"{ask}its columns are: {', '.join(known)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os.path
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, reduce
 from itertools import pairwise
@@ -30,7 +30,7 @@ from luthier.records import (
     ToolCall,
 )
 from luthier.sources.formats import turns
-from luthier.sources.formats.layout import Layout
+from luthier.sources.formats.layout import Layout, undeclared
 from luthier.sources.formats.media import COLUMN_OF_KIND, FindSlots, MediaQueue, read_column
 from luthier.sources.formats.targets import read_weight
 from luthier.sources.rows import RawRow, decode_text, json_kind, refuse_unreadable
@@ -50,7 +50,15 @@ _LABEL_WORDS = {
 class Reading:
     """A row, its layout and its media. ``field`` of the errors is the file's name of the column, not ours."""
 
-    def __init__(self, row: RawRow, layout: Layout, slots: FindSlots | None = None) -> None:
+    def __init__(
+        self,
+        row: RawRow,
+        layout: Layout,
+        slots: FindSlots | None = None,
+        *,
+        declares: Callable[[str], bool] | None = None,
+    ) -> None:
+        self._declares = declares  # whether the format has a column of this name
         self.data: JsonObject = row.data
         self.columns = layout.columns
         self.layout = layout
@@ -70,12 +78,16 @@ class Reading:
         return MediaQueue(items, self._root, self._slots)
 
     def column(self, name: str) -> Any:
-        """The value of our column ``name``; None if the row, or the source, has none."""
-        return self._values.get(name)
+        """The value of our column ``name``; None if the row, or the source, has none. Raises `PluginError` for a name
+        that is none of the format's columns, as `has` and `text` do."""
+        value = self._values.get(name)
+        if value is None and name not in self.columns and self._declares is not None and not self._declares(name):
+            raise undeclared(self.layout.format, name, "asks for", self.columns)
+        return value
 
     def has(self, name: str) -> bool:
         """Whether the row has a value in our column ``name``."""
-        return self._values.get(name) is not None
+        return self.column(name) is not None
 
     def field(self, name: str) -> str:
         """The file's name of our column."""
@@ -83,6 +95,14 @@ class Reading:
 
     def text(self, name: str) -> str:
         """The text of a column, ``""`` if it is absent; raises `RowError` if it is something else."""
+        self.column(name)
+        return self._text(name)
+
+    def _has(self, name: str) -> bool:
+        """As `has`, of a column that not every format has."""
+        return self._values.get(name) is not None
+
+    def _text(self, name: str) -> str:
         value = self._values.get(name)
         if value is None:
             return ""
@@ -101,12 +121,12 @@ class Reading:
     def messages(self, name: str, media: MediaQueue | None = None) -> list[Message]:
         """The list of messages in our column ``name``."""
         tags, queue = self.layout.tags, media or self.media
-        return turns.read_messages(self._values.get(name), field=self.field(name), tags=tags, media=queue)
+        return turns.read_messages(self.column(name), field=self.field(name), tags=tags, media=queue)
 
     def continuation(self, name: str, media: MediaQueue | None = None) -> list[Message]:
         """What an assistant says, in our column ``name``: text, one message, or a list of messages."""
-        value, media = self._values.get(name), media or self.media
-        if type(value) is str and not _is_message_list(value):
+        value, media = self.column(name), media or self.media
+        if type(value) is str and not turns.is_message_list(value):
             return self._transcript(value, media) or [self._answer(value)]
         if type(value) is dict:
             try:
@@ -120,12 +140,12 @@ class Reading:
 
         A leading system message wins over the system column.
         """
-        if self.has("messages"):
+        if self._has("messages"):
             messages = self.messages("messages")
-        elif type(prompt := self._values.get("prompt")) in (list, dict) or _is_message_list(prompt):
+        elif type(prompt := self._values.get("prompt")) in (list, dict) or turns.is_message_list(prompt):
             messages = self.messages("prompt")
         else:
-            question = "\n".join([text for text in (self.text("prompt"), self.text("query")) if text])
+            question = "\n".join([text for text in (self._text("prompt"), self._text("query")) if text])
             if not question:
                 raise self._no_prompt()
             messages = [*self._history(), Message(role="user", parts=tuple(self.media.split(question)))]
@@ -135,7 +155,7 @@ class Reading:
         """What stands before a plain text: the source's first pattern for all of whose columns the row has a text, or
         the column ``prompt``."""
         if not self.layout.prompt_format:
-            return self.text("prompt")
+            return self._text("prompt")
         for pattern in self.layout.prompt_format:
             values = {name: self.data.get(name) for name in _PLACE.findall(pattern)}
             if all(type(value) is str and value for value in values.values()):
@@ -146,12 +166,12 @@ class Reading:
 
     def prompt_field(self) -> str:
         """The file's name of the column that `prompt` reads, if it reads a list of messages."""
-        return self.field("messages" if self.has("messages") else "prompt")
+        return self.field("messages" if self._has("messages") else "prompt")
 
     def with_system(self, messages: list[Message]) -> list[Message]:
         """The messages after the system column's text, unless they bring a system message of their own; or none of
         the two, where the source drops them."""
-        system = self.text("system")
+        system = self._text("system")
         if self.layout.drop_system:
             kept = [message for message in messages if message.role != "system"]
             if not kept:
@@ -308,7 +328,7 @@ class Reading:
 
     def _transcript(self, text: str, media: MediaQueue) -> list[Message]:
         """The turns of a dialogue in one text; none if it is an answer, as it is wherever the row has its question."""
-        if self.has("prompt") or self.has("query") or self.has("messages"):
+        if self._has("prompt") or self._has("query") or self._has("messages"):
             return []
         return [
             self._answer(said) if role == "assistant" else Message(role=role, parts=tuple(media.split(said)))
@@ -316,7 +336,7 @@ class Reading:
         ]
 
     def _no_prompt(self) -> RowError:
-        if not (self.has("prompt") or self.has("query")):
+        if not (self._has("prompt") or self._has("query")):
             return self.missing("prompt") if "prompt" in self.columns else self.missing("messages")
         return RowError("empty_prompt", "the question is empty", field=self.field("prompt"))
 
@@ -355,16 +375,6 @@ class Reading:
 @lru_cache(maxsize=1024)
 def _folder_of(file: str) -> str:
     return os.path.dirname(file) or "."
-
-
-def _is_message_list(value: object) -> bool:
-    """Whether a text is a JSON list of objects, as CSV files hold messages; ``"[[1, 2]]"`` is an answer."""
-    return (
-        type(value) is str
-        and value.startswith("[{")
-        and value.endswith("}]")
-        and ('"role"' in value or '"from"' in value)
-    )
 
 
 # --------------------------------------------------------------------------------------------------------------------

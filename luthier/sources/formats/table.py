@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.choices import FORMAT_NAMES, Format
-from luthier.errors import PluginError, RowError
-from luthier.plugins import Table
+from luthier.errors import LuthierError, PluginError, RowError
+from luthier.plugins import Table, failure_of
 from luthier.records import (
     IGNORE_INDEX,
     Conversation,
@@ -24,6 +25,7 @@ from luthier.records import (
     Text,
     Tokenized,
 )
+from luthier.sources.formats.layout import check_columns
 from luthier.sources.formats.reading import Reading
 from luthier.sources.formats.targets import mark_spans, read_spans
 from luthier.sources.rows import json_kind
@@ -468,9 +470,24 @@ def column_names() -> frozenset[str]:
     return frozenset(name for rule in FORMATS.values() for name in rule.columns)
 
 
+def declared_by(rule: FormatRule) -> Callable[[str], bool]:
+    """Whether ``convert`` may ask for a column. Our own converters are shared by formats with other columns."""
+    return lambda name: name in rule.columns or (not rule.version and name in column_names())
+
+
 def register_format(name: str, rule: FormatRule) -> None:
     """Add a format: ``format: NAME`` of a data set. Raises `PluginError` where there is one, or no version."""
     if not rule.version:
         raise PluginError(f"the format {name!r} has no version", hint="give it one, and another when it changes a row")
+    check_columns(name, rule.columns, rule.needs)
     FORMAT_NAMES.add(name, name)
-    FORMATS.add(name, rule)
+    FORMATS.add(name, replace(rule, convert=partial(_converted, name, rule.convert)))
+
+
+def _converted(name: str, convert: Callable[[Reading], Row], reading: Reading) -> Row:
+    try:
+        return convert(reading)
+    except (LuthierError, MemoryError):
+        raise
+    except Exception as error:
+        raise failure_of(f"the format {name!r} of {FORMATS.added_by(name)}, at {reading.address},", error) from error

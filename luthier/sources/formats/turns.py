@@ -440,3 +440,13 @@ def read_transcript(text: str) -> list[tuple[str, str]]:
         return []
     ends = [*(mark.start() for mark in marks[1:]), len(text)]
     return [(_ROLES[mark[1]], text[mark.end() : end].strip()) for mark, end in zip(marks, ends, strict=True)]
+
+
+def is_message_list(value: object) -> bool:
+    """Whether a text is a JSON list of objects, as CSV files hold messages; ``"[[1, 2]]"`` is an answer."""
+    return (
+        type(value) is str
+        and value.startswith("[{")
+        and value.endswith("}]")
+        and ('"role"' in value or '"from"' in value)
+    )
