@@ -10,9 +10,20 @@ that ``import luthier`` costs little and needs no torch, and type checkers see t
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    """False for what torch says of enums in torchao, which nobody but torchao can change."""
+    registered = record.args[0] if isinstance(record.args, tuple) and record.args else None
+    return not (isinstance(registered, type) and registered.__module__.startswith("torchao."))
+
+
+# transformers imports torchao where it is installed, and torch then logs a warning for each of its enums
+logging.getLogger("torch.utils._pytree").addFilter(_is_worth_telling)
 
 if TYPE_CHECKING:
     from luthier.check.golden import Rounding as Rounding

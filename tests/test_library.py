@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import enum
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -271,3 +273,18 @@ def test_the_path_of_a_row_is_one_page_that_runs(tmp_path: Path) -> None:
     assert "learned: 'Up the map.<|im_end|>Down, if <|im_end|> is text to you.<|im_end|>'" in printed
     (loss,) = re.findall(r"loss per target: ([\d.]+)", printed)
     assert 3 < float(loss) < 12  # of a model that knows nothing: about the log of its vocabulary
+
+
+def test_what_torch_says_of_a_programs_enums_is_heard_and_of_torchaos_not() -> None:
+    log, heard = logging.getLogger("torch.utils._pytree"), logging.Handler()
+    records: list[str] = []
+    heard.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    mine, theirs = enum.Enum("Mine", "A"), enum.Enum("Theirs", "A", module="torchao.quantization.quantize_")
+    log.addHandler(heard)
+    try:
+        for one in (mine, theirs):
+            log.warning("%s is an Enum subclass", one)
+        log.warning("torchao is gone")
+    finally:
+        log.removeHandler(heard)
+    assert records == ["<enum 'Mine'> is an Enum subclass", "torchao is gone"]

@@ -26,10 +26,9 @@ from luthier.errors import ConfigError, RowError, UserError
 from luthier.terminal import stderr_terminal
 from luthier.writing import counted, to_json
 
-# torchao and bitsandbytes are imported where they are installed: torch then warns of enums, and bitsandbytes of a
-# kernel that it misses, and at each product in 8 bits of the rounding that LLM.int8 consists of (docs/adapters.md),
-# which is nothing that a user could change.
-for _name in ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
+# bitsandbytes is imported where it is installed: it then warns of a kernel that it misses, and at each product in 8
+# bits of the rounding that LLM.int8 consists of (docs/adapters.md), which is nothing that a user could change.
+for _name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 # When Python looks for cycles: while torch is imported it would do so every few milliseconds, which takes a second.
