@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -76,6 +77,7 @@ def test_no_message_tells_a_count_but_by_counted() -> None:
 # ---- Names in backticks, in docstrings and comments
 
 IN_BACKTICKS = re.compile(r"(`+)([^`\n]+)\1")
+NEWLINE = "\n"
 A_NAME = re.compile(r"([A-Za-z_][\w]*(?:\.\w+)*)(?:\(.*\))?")
 FILE_ENDINGS = "gz jinja json jsonl md png py safetensors toml yaml html pt damaged"
 NOT_OUR_NAMES = (
@@ -156,6 +158,10 @@ class Named:
     def _of_class(self, name: str) -> set[str]:
         return self.fields[name].union(*(self._of_class(base) for base in self.heirs_of[name] if base in self.fields))
 
+    def is_ours(self, name: str) -> bool:
+        """Whether a dotted name begins with the package, one of its rooms or one of its classes."""
+        return "." in name and name.split(".")[0] in {"luthier", *self.fields, *self.rooms - self.config}
+
     def has(self, name: str, module: str) -> bool:
         """Whether there is something that a name in a comment of ``module`` can mean."""
         name = name.removeprefix("luthier.")
@@ -205,8 +211,13 @@ def remarks(tree: ast.Module, source: str) -> Iterator[tuple[int, str]]:
             yield number, comment.group()
 
 
+@functools.cache
+def named_in(package: Path) -> Named:
+    return Named(package)
+
+
 def absent_names(package: Path) -> list[str]:
-    there, found = Named(package), []
+    there, found = named_in(package), []
     for path, tree in modules(package):
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for line, text in remarks(tree, (package / path).read_text(encoding="utf-8")):
@@ -220,6 +231,27 @@ def absent_names(package: Path) -> list[str]:
 
 def test_what_a_comment_names_in_backticks_is_there() -> None:
     assert absent_names(PACKAGE) == []
+
+
+def absent_in_page(page: str, there: Named) -> list[str]:
+    """The same in a page, of dotted names of ours; pages name much else."""
+    names = [(quoted.start(), A_NAME.fullmatch(quoted.group(2))) for quoted in IN_BACKTICKS.finditer(page)]
+    return [
+        f"{page.count(NEWLINE, 0, at) + 1} {name.group(1)}"
+        for at, name in names
+        if name and there.is_ours(name.group(1)) and not there.has(name.group(1), "config.schema")
+    ]
+
+
+def test_what_a_page_names_of_the_package_is_there() -> None:
+    there, root = named_in(PACKAGE), PACKAGE.parent
+    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
+    found = [f"{page.name}:{told}" for page in pages for told in absent_in_page(page.read_text("utf-8"), there)]
+    assert [told for told in found if not told.startswith("CHANGELOG.md")] == []  # which says what was, too
+    assert absent_in_page("`report.x`, `Batch.units`, `luthier.train()`,\n`Batch.old`, `layout.old(x)`", there) == [
+        "2 Batch.old",
+        "2 layout.old",
+    ]
 
 
 def test_a_name_that_is_gone_is_found_with_its_line(tmp_path: Path) -> None:
