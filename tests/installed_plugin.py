@@ -64,6 +64,15 @@ def verdicts() -> dict[str, Any]:
     return {"losses": [step.loss for step in steps], "measures": sorted(steps[0].measures)}
 
 
+def metric() -> dict[str, Any]:
+    """Its metric: a right answer, a wrong one, and one that it has no say in."""
+    from luthier.metrics.table import Answered, chosen_metrics, measured
+
+    pairs = [("b) 1", " b) 1"), ("b) 1", "c) 7"), ("1", "1")]
+    answers = [Answered(row=str(n), expected=one, generated=(other,)) for n, (one, other) in enumerate(pairs)]
+    return measured(chosen_metrics(["same_letter"])[0], answers)["same_letter"]
+
+
 def mistakes() -> list[str]:
     """What is said of mistyped names."""
     told = []
@@ -104,7 +113,13 @@ def main() -> None:
     os.chdir(sys.argv[1])
     from luthier.config.words import config_schema
 
-    told = {"mistakes": mistakes(), "schema": json.dumps(config_schema()), "quiz": quiz(), "verdicts": verdicts()}
+    told = {
+        "mistakes": mistakes(),
+        "schema": json.dumps(config_schema()),
+        "quiz": quiz(),
+        "verdicts": verdicts(),
+        "metric": metric(),
+    }
     print(json.dumps({**told, "family": family()}))
 
 

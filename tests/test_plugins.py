@@ -76,6 +76,10 @@ def test_its_objective_learns_from_verdicts_and_its_number_counts(seen: dict[str
     assert once - without > 0 and twice - once == pytest.approx(once - without, rel=0.05)
 
 
+def test_its_metric_is_measured_where_it_has_a_say(seen: dict[str, Any]) -> None:
+    assert seen["metric"]["mean"] == 0.5 and seen["metric"]["counted"] == 2
+
+
 def test_its_family_counts_and_batches_as_its_processor_does(seen: dict[str, Any]) -> None:
     assert seen["family"] == {"name": "postcard", "same ids": True, "same features": True}
 

@@ -211,7 +211,14 @@ def _for_text(node: Scalar, schema: JsonSchema, path: KeyPath) -> str | None:
         return f"the model's own template is the default; for another write chat_template: {text[:40]} below template:"
     if "properties" in schema and path and (ours := our_name(str(path[-1]))) is not None:
         return f"to set {ours}, write {ours.rsplit('.', 1)[1]}: {text[:40]} below {path[-1]}:"
-    return _for_other_half(text, path) or _for_choices(text, schema)
+    if (names := _for_choices(text, schema)) is not None and _is_open(path) and nearest(text, choices(schema)) is None:
+        names += "; a plugin's name? its package has to be installed here (docs/plugins.md)"
+    return _for_other_half(text, path) or names
+
+
+def _is_open(path: KeyPath) -> bool:
+    """Whether plugins add to the names that this key may have."""
+    return path[0] == "objective" or (path[0] == "data" and path[-1] == "format")
 
 
 def _for_other_half(text: str, path: KeyPath) -> str | None:

@@ -160,7 +160,7 @@ def _given_template(given: str) -> str:
         near = nearest(given, template_names())
         raise TemplateError(
             f"template.chat_template: {given!r} is not the name of a template, and no file is at {path.absolute()}",
-            hint=(f"did you mean {near}? " if near else "")
+            hint=(f"did you mean {near}? " if near else "a plugin's name? its package has to be installed here; ")
             + f"there are {', '.join(template_names())}; or give a path, or the template itself",
         )
     return _template_text(path)

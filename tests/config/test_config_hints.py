@@ -15,7 +15,9 @@ from luthier.config.explain import TABLE, Meant, value_meant, what_is_meant
 from luthier.config.loading import load_config_text
 from luthier.config.tree import parse_path
 from luthier.config.words import all_keys, known_keys, schema_at
-from luthier.errors import ConfigError
+from luthier.encoding.tokenizer import load_tokenizer
+from luthier.errors import ConfigError, TemplateError
+from tests.conftest import refused
 
 GOOD = "model: preset:tiny-qwen3\ndata: {train: preset:skills}\n"
 # Names of the keys of LLaMA-Factory's YAML, transformers' TrainingArguments, TRL's configs, and axolotl's config; those
@@ -246,3 +248,22 @@ def test_a_key_that_keeps_values_for_aliases_is_no_fault_and_one_that_is_misspel
     for unused in (f"{text}mine: &rate 1.0e-3\n", misspelt):
         with pytest.raises(ConfigError):
             load_config_text(unused, "run.yaml", ["objective.name=sft"], check_paths=False)
+
+
+@pytest.mark.parametrize(
+    "override", ["objective.loss=zzqq", "objective=zzqq", "data.train=[{path: preset:skills, format: zzqq}]"]
+)
+def test_a_name_that_nothing_resembles_may_be_that_of_a_plugin(override: str) -> None:
+    with refused(ConfigError, "a plugin's name?", "installed here"):
+        load_config_text(GOOD, "run.yaml", [override], check_paths=False)
+
+
+def test_a_template_that_nothing_resembles_may_be_that_of_a_plugin() -> None:
+    with refused(TemplateError, "a plugin's name?", "installed here"):
+        load_tokenizer("preset:tiny-qwen3", chat_template="zzqq")
+
+
+def test_a_mistyped_name_is_no_plugins() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config_text(GOOD, "run.yaml", ["objective.loss=cross_entrpy"], check_paths=False)
+    assert "did you mean cross_entropy?" in str(caught.value) and "plugin" not in str(caught.value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import luthier
 from luthier_quiz.family import POSTCARD
-from luthier_quiz.quizzes import QUIZ
+from luthier_quiz.quizzes import QUIZ, same_letter
 
 SCRIPT = """\
 {%- for message in messages %}
@@ -57,3 +57,4 @@ def register() -> None:
         )
     )
     luthier.register_family(POSTCARD)
+    luthier.register_metric("same_letter", same_letter)

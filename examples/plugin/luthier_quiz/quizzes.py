@@ -30,3 +30,10 @@ QUIZ = luthier.FormatRule(
     version="1",  # of what `convert_quiz` makes of a row: another one, and stored rows are encoded again
     detected=True,  # nothing else has these columns
 )
+
+
+def same_letter(expected: str, generated: str) -> float | None:
+    """Whether an answer begins with the letter of the right choice; no say where the right answer has no letter."""
+    if expected[1:2] != ")":
+        return None
+    return float(generated.strip()[:1] == expected[0])
