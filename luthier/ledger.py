@@ -16,6 +16,16 @@ MAX_EXAMPLES = 5
 encoded. Rows that are lost later stand only here: when segments are cut (``too_long``, ``no_target_left``), and where
 a row is held out too (``same_as_held_out``). Rows whose media are lost in a run are in ``lost_media.jsonl``."""
 
+_SHORTER = "raise data.max_length, choose another data.overflow"
+_FIX = "fix the rows; docs/errors.md says what this reason means"
+# The way out where rows are lost for a reason that is rather one of the run description.
+_WAYS = {
+    "too_long": "raise data.max_length, or choose another data.overflow",
+    "objective": "choose the objective that these rows are for, or name the rows that this one needs",
+    "missing_column": "say which columns of the file are what: columns of the data set, or its format",
+    "media_missing": "say where the files are: media_root of the data set",
+}
+
 
 @dataclass(kw_only=True, slots=True)
 class Ledger:
@@ -97,13 +107,26 @@ class Ledger:
         trained = 0 if self.trained is None else self.trained
         assert 0 <= trained <= self.prepared, f"ledger: {trained} trained of {self.prepared} prepared"
         allowed = max_drop * self.read if max_drop < 1 else max_drop
+        if self.lost > allowed and not self.prepared:
+            raise self._nothing_left()
         if self.lost > allowed:
-            other_cut = ", choose another data.overflow" if self.dropped["too_long"] else ""
+            other_cut = f", {_SHORTER}" if self.dropped["too_long"] else ""
             raise BudgetError(
                 f"{self.lost} of {counted(self.read, 'row is', 'rows are')} lost, and data.max_drop={max_drop:g} "
                 f"allows {math.floor(allowed):,}: {self.reasons()}",
                 hint=f"fix the rows{other_cut}, or raise data.max_drop",
             )
+
+    def _nothing_left(self) -> BudgetError:
+        """The error for rows of which none is left: what they lack, not how many may be lost."""
+        (reason, _), *others = (self.dropped + self.quarantined).most_common()
+        rows = "the only row is" if self.read == 1 else f"all {counted(self.read, 'row is', 'rows are')}"
+        if others:
+            return BudgetError(
+                f"{rows} lost: {self.reasons()}", hint=f"{_WAYS.get(reason, _FIX)}: that is most of them"
+            )
+        first = next(iter(self.examples.get(reason, ())), reason)
+        return BudgetError(f"{rows} lost as {reason}: {first}", hint=_WAYS.get(reason, _FIX))
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict for reports; `from_json` reads it back."""

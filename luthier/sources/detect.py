@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from luthier.config.choices import Format, SameRole, ThinkingStyle
 from luthier.config.explain import nearest_names
@@ -29,9 +29,9 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, object]]) ->
     Column and tag names of the config win; every other one keeps its default. Raises `SourceError` if the format is
     ``auto`` and no format fits, and for column or tag names that do not exist.
     """
-    given_columns = _known(config.columns, column_names(), COLUMN_ALIASES, what="column", path=config.path)
-    given_tags = _known(config.tags, TAG_NAMES, _TAG_ALIASES, what="tag", path=config.path)
     seen = _columns_with_values(rows)
+    given_columns = _known(config.columns, column_names(), COLUMN_ALIASES, seen, what="column", path=config.path)
+    given_tags = _known(config.tags, TAG_NAMES, _TAG_ALIASES, what="tag", path=config.path)
     _check_given(config.path, given_columns, rows)
     kind = config.format
     if kind is Format.AUTO:
@@ -84,7 +84,7 @@ def _detect_format(
     given_tags: Mapping[str, str],
 ) -> str:
     """The first format, most specific first, all of whose needed columns are in the rows."""
-    seen = frozenset(seen)
+    columns, seen = list(seen), frozenset(seen)
 
     def fits(kind: str) -> bool:
         rule = FORMATS[kind]
@@ -112,7 +112,7 @@ def _detect_format(
         return Format.TEXT
     if fits(Format.PROMPT):
         return Format.PROMPT
-    raise _unlabelled(path) if "input_ids" in seen else _unrecognised(path, seen)
+    raise _unlabelled(path) if "input_ids" in seen else _unrecognised(path, columns)
 
 
 def _resolve_columns(rule: FormatRule, given: Mapping[str, str], seen: Iterable[str]) -> dict[str, str]:
@@ -184,16 +184,36 @@ def _check_given(path: str, given: Mapping[str, str], rows: Sequence[Mapping[str
 
 
 def _known(
-    given: Mapping[str, str], names: Iterable[str], aliases: Mapping[str, str], *, what: str, path: str
+    given: Mapping[str, str],
+    names: Iterable[str],
+    aliases: Mapping[str, str],
+    there: Collection[str] = (),
+    *,
+    what: str,
+    path: str,
 ) -> dict[str, str]:
+    """Names that exist, for those given. ``there`` are the columns of the file."""
     names = sorted(names)
     resolved = {aliases.get(name, name): value for name, value in given.items()}
     for name in resolved:
         if name not in names:
             close = nearest_names(name, [*names, *aliases])
+            if given.get(name) in {*names, *aliases} and (name in there or not close):
+                raise _exchanged(path, given, {*names, *aliases}, what=what)
             hint = f"did you mean {close}?" if close else f"there are: {', '.join(names)}"
             raise SourceError(f"{path}: there is no {what} called {name!r}", hint=hint)
     return resolved
+
+
+def _exchanged(path: str, given: Mapping[str, str], names: Collection[str], *, what: str) -> SourceError:
+    """The error for ``columns: {my_question: prompt}``, where the file's name stands before Luthier's."""
+    pairs = [
+        (theirs, ours) if ours not in names and theirs in names else (ours, theirs) for ours, theirs in given.items()
+    ]
+    first = next(ours for ours, theirs in given.items() if ours not in names and theirs in names)
+    told = f"{what}s has Luthier's name first and then the file's, and Luthier has no {what} called {first!r}"
+    written = ", ".join(f"{ours}: {theirs}" for ours, theirs in pairs)
+    return SourceError(f"{path}: {told}", hint=f"write {what}s: {{{written}}}")
 
 
 def _check_tokens(config: SourceConfig) -> None:
@@ -214,11 +234,15 @@ def _unlabelled(path: str) -> SourceError:
     return SourceError(what, hint=hint)
 
 
-def _unrecognised(path: str, seen: Iterable[str]) -> SourceError:
+def _unrecognised(path: str, seen: Sequence[str]) -> SourceError:
     columns = ", ".join(sorted(seen)) or "none that has a value"
     lines = [f"{path}: the format of the rows is not recognised", f"  columns seen: {columns}"]
     for kind, rule in FORMATS.items():
         needs = " | ".join(" + ".join("/".join(rule.columns[name]) for name in names) for names in rule.needs)
         lines.append(f"  {kind} needs: {needs}")
-    hint = "say which columns are what: columns: {prompt: …, response: …} ({text: …} of plain text), or name a format"
+    meant = f"prompt: {seen[0]}, response: {seen[1]}" if len(seen) > 1 else f"text: {seen[0] if seen else '…'}"
+    hint = (
+        f"say which columns are what, in the place of the path alone: {{path: {path}, columns: {{{meant}}}}} (of plain "
+        f"text {{text: …}}), or name a format"
+    )
     return SourceError("\n".join(lines), hint=hint)

@@ -56,6 +56,7 @@ def test_an_unknown_format_is_refused_with_what_was_seen_and_what_each_needs(tmp
         source_of(path)
     report = str(caught.value)
     assert "columns seen: antwort, frage\n" in report
+    assert f"{{path: {path}, columns: {{prompt: frage, response: antwort}}}}" in report
     assert "alpaca needs: instruction + output" in report
     mapped = source_of(path, columns={"prompt": "frage", "completion": "antwort"})
     assert [message.text for message in messages_of(mapped)[0]] == ["a", "b"]
@@ -67,6 +68,35 @@ def test_columns_and_tags_that_do_not_exist_are_refused_with_the_nearest(tmp_pat
         source_of(path, columns={"respons": "text"})
     with refused(SourceError, "'roletag'", "role_tag"):
         source_of(path, tags={"roletag": "x"})
+
+
+def test_columns_and_tags_the_wrong_way_round_are_exchanged_in_the_hint(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"my_question": "a", "my_answer": "b"}])
+    given = {"my_question": "prompt", "completion": "my_answer"}
+    with refused(SourceError, "Luthier's name first", "columns: {prompt: my_question, completion: my_answer}"):
+        source_of(path, columns=given)
+    with refused(SourceError, "Luthier's name first", "tags: {user_tag: customer}"):
+        source_of(path, tags={"customer": "user_tag"})
+
+
+def test_an_answer_that_is_a_number_is_told_what_an_answer_is(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": 3}])
+    source = source_of(path)
+    (row,) = source.rows()
+    assert not isinstance(row, RowError)
+    with pytest.raises(RowError, match="completion not_messages: an answer is text, a message or a list of messages"):
+        source.convert(row)
+
+
+def test_a_missing_column_says_where_the_format_is_from(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"instruction": "a", "output": "b"}, {"instruction": "a"}])
+    source = source_of(path)
+    *_, row = source.rows()
+    assert not isinstance(row, RowError)
+    with pytest.raises(
+        RowError, match=r"format alpaca needs 'output' or .*what the columns of the first rows look like"
+    ):
+        source.convert(row)
 
 
 # ------------------------------------------------------------------------------------- transcripts, ids, wrong columns

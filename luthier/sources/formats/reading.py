@@ -98,8 +98,7 @@ class Reading:
         self.column(name)
         return self._text(name)
 
-    def _has(self, name: str) -> bool:
-        """As `has`, of a column that not every format has."""
+    def _has(self, name: str) -> bool:  # of a column that not every format has
         return self._values.get(name) is not None
 
     def _text(self, name: str) -> str:
@@ -116,7 +115,8 @@ class Reading:
         empty = [repr(name) for name in map(self.field, names) if name in self.data]
         seen = ", ".join(sorted(self.data)[:20])
         found = f"in this row {' and '.join(empty)} is null" if empty else f"the row has {seen or 'nothing'}"
-        return RowError("missing_column", f"format {self.layout.format} needs {wanted}; {found}")
+        chosen = "its format is the data set's, or else what the columns of the first rows look like"
+        return RowError("missing_column", f"format {self.layout.format} needs {wanted}; {found}; {chosen}")
 
     def messages(self, name: str, media: MediaQueue | None = None) -> list[Message]:
         """The list of messages in our column ``name``."""
@@ -133,6 +133,9 @@ class Reading:
                 return [turns.read_message(value, tags=self.layout.tags, media=media)]
             except RowError as error:
                 raise error.inside(self.field(name)) from None
+        if type(value) not in (str, list):
+            what = f"an answer is text, a message or a list of messages, this is {json_kind(value)}"
+            raise RowError("not_messages", what, field=self.field(name))
         return self.messages(name, media)
 
     def prompt(self) -> list[Message]:
