@@ -23,7 +23,7 @@ from luthier.config.explain import nearest
 from luthier.config.inputs import Section
 from luthier.config.machine import check_files, check_machine, check_processes
 from luthier.config.peers import Peer, peer_of, unread_file
-from luthier.config.schema import RunConfig
+from luthier.config.schema import RUN_CONFIG, RunConfig
 from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, parse_path, put, show_path, show_value
 from luthier.config.yaml_text import MAX_DEPTH, Parsed, parse_yaml
 from luthier.errors import ConfigError, Problem, place_of
@@ -339,6 +339,8 @@ def _hint_for_folder(folder: Path) -> str:
         names = {entry.name for entry in folder.iterdir()}
     except OSError:
         names = set()
+    if RUN_CONFIG in names:
+        return f"it is a run's: did you mean {folder / RUN_CONFIG}?"
     if names & {"config.json", "tokenizer.json", "tokenizer_config.json"}:
         return (
             f"a model's folder is named by model.name_or_path in a .yaml file; in Python, luthier.load_tokenizer"

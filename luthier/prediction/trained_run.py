@@ -9,6 +9,7 @@ import queue
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -127,6 +128,7 @@ def open_run(path: Path, overrides: Sequence[str] = (), *, rewards: bool = False
         if config.train.enabled:
             return _left_behind(config.output.dir, overrides, rewards=rewards)
     elif (name := _model_name(path)) is not None:
+        _refuse_missing(path)
         config = load_config({"model": name, "data": {}, "train": {"enabled": False}}, overrides)
     else:
         return _left_behind(path, overrides, rewards=rewards)
@@ -149,6 +151,17 @@ def _model_name(path: Path) -> str | None:
     is_model = path.is_dir() and not (path / RUN_CONFIG).is_file() and (path / MODEL_CONFIG).is_file()
     is_named = not path.exists() and re.fullmatch(r"preset:[\w.-]+|[\w.-]+/[\w.-]+", str(path)) is not None
     return str(path) if is_model or is_named else None
+
+
+def _refuse_missing(path: Path) -> None:
+    """Raises `UserError` for ``output/nothing``, which could be a name on the Hub but for the folder output."""
+    if not path.exists() and path.parent != Path() and path.parent.is_dir():
+        folders = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir())
+        close = get_close_matches(path.name, folders, n=1) or folders[:1]
+        ask = f"did you mean {path.parent / close[0]}? " if close else ""
+        what = f"there is no folder {path}, so neither a run nor a model"
+        hub = f"a model {path} on the Hub was not looked for, because a folder {path.parent} is here"
+        raise UserError(what, hint=f"{ask}{hub}")
 
 
 def _left_behind(folder: Path, overrides: Sequence[str], *, rewards: bool) -> TrainedRun:

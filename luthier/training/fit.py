@@ -267,6 +267,10 @@ def _train(run: Run) -> None:
         between = AnsweringBetween(lambda: _answer(run, questions), run.setup.schedule.is_last)
         trainer.callback_handler.add_callback(between)
     try:
+        if trainer.parts.stream.is_over:
+            done = counted(trainer.parts.stream.first_step, "step")
+            ways = f"{_longer(run.setup.config)} for more; output.overwrite: true starts it anew"
+            hooks.note(f"nothing was left to do: all {done} of this run are taken; {ways}")
         trainer.train(resume)
     except SamplerLost as lost:
         raise _saved_before(run, lost) from lost

@@ -41,6 +41,12 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
     assert "this is a folder" in line and "run.yaml?" in line
 
 
+def test_the_folder_of_a_run_leads_to_its_description(tmp_path: Path) -> None:
+    for name in ("report.json", "result.json", "config.json", "run_config.json"):
+        (tmp_path / name).write_text("{}")
+    assert f"did you mean {tmp_path / 'run_config.json'}?" in told(tmp_path)
+
+
 def test_a_model_is_no_description(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     line = told(tmp_path)

@@ -111,7 +111,7 @@ def test_a_finished_run_started_again_trains_no_further(
 ) -> None:
     """Also where more steps had been expected than there were."""
     result, store = cold
-    monkeypatch.setattr(StreamPlan, "_expected", lambda *_: (10_000, False))
+    monkeypatch.setattr(StreamPlan, "_expected_steps", lambda *_: (10_000, False))
     again = run_of(store.parent, rows, store)
     assert again.resumed_from == f"checkpoint-{result.global_step}"
     assert (again.global_step, again.max_steps) == (result.global_step, result.max_steps)

@@ -309,6 +309,13 @@ def test_the_thinking_switch_is_the_templates_own(opened: TrainedRun) -> None:
         with_thinking(without, on=True)
 
 
+def test_a_folder_that_is_not_there_is_no_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("output/my-run").mkdir(parents=True)
+    with refused(UserError, "there is no folder output/nothing", "did you mean output/my-run?", "was not looked for"):
+        open_run(Path("output/nothing"))
+
+
 def test_a_path_may_stand_in_quotation_marks_as_in_a_shell(tmp_path: Path) -> None:
     (tmp_path / "it's mine.png").touch()
     for text in ('"my cat.png"', "'my cat.png'", r"my\ cat.png", "my cat.png"):

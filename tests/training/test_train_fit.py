@@ -287,8 +287,10 @@ def _stop_at(step: int) -> Callable[[Event], None]:
 
 def test_a_finished_run_started_again_trains_no_further(train: Train) -> None:
     first = train(DATA, **SAVING)
-    again = train(DATA, **SAVING)
+    told: list[str] = []
+    again = train(DATA, on_event=lambda event: told.append(str(getattr(event, "text", ""))), **SAVING)
     assert again.resumed_from == "checkpoint-4" and again.global_step == 4
+    assert any("nothing was left to do: all 4 steps" in text for text in told)
     assert _losses(again) == _losses(first)
 
 
