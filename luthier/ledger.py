@@ -26,6 +26,8 @@ _WAYS = {
     "media_missing": "say where the files are: media_root of the data set",
 }
 
+_KEYS = {"too_long": "data.max_length", "objective": "objective"}  # whose values these reasons are about
+
 
 @dataclass(kw_only=True, slots=True)
 class Ledger:
@@ -122,11 +124,11 @@ class Ledger:
         (reason, _), *others = (self.dropped + self.quarantined).most_common()
         rows = "the only row is" if self.read == 1 else f"all {counted(self.read, 'row is', 'rows are')}"
         if others:
-            return BudgetError(
-                f"{rows} lost: {self.reasons()}", hint=f"{_WAYS.get(reason, _FIX)}: that is most of them"
-            )
+            hint = f"of most of them: {_WAYS.get(reason, _FIX)}"
+            return BudgetError(f"{rows} lost: {self.reasons()}", hint=hint, key="data")
         first = next(iter(self.examples.get(reason, ())), reason)
-        return BudgetError(f"{rows} lost as {reason}: {first}", hint=_WAYS.get(reason, _FIX))
+        key = _KEYS.get(reason, "data")
+        return BudgetError(f"{rows} lost for one reason: {first}", hint=_WAYS.get(reason, _FIX), key=key)
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict for reports; `from_json` reads it back."""

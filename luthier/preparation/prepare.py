@@ -169,7 +169,8 @@ class Collection:
         try:
             self.ledger.check(max_drop=max_drop)
         except BudgetError as error:
-            raise BudgetError(f"{error.message}\n  all of them: {lost}", hint=error.hint) from None
+            key = f"data.{self.split}" if error.key == "data" else error.key
+            raise BudgetError(f"{error.message}\n  all of them: {lost}", hint=error.hint, key=key) from None
         if not self.ledger.prepared and (self.sources or self.split == "train"):
             why = f": {self.ledger.reasons()}" if self.ledger.lost else ""
             raise UserError(

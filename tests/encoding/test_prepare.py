@@ -138,6 +138,14 @@ def test_more_losses_than_allowed_stop_the_run_and_name_the_file(tmp_path, make_
     prepare(make_config(rows, max_drop=0.5), LetterEncoder())  # control: exactly what is allowed
 
 
+def test_where_no_row_is_left_the_data_are_at_fault_and_not_what_may_be_lost(tmp_path, make_config):
+    rows = write(tmp_path / "rows.jsonl", [line("!a"), line("!b")])
+    with pytest.raises(BudgetError) as caught:
+        prepare(make_config(rows, max_drop=0.4), LetterEncoder())
+    assert caught.value.key == "data.train" and "quarantine.jsonl" in caught.value.message
+    assert "max_drop" not in str(caught.value)
+
+
 def test_no_rows_left_is_an_error(tmp_path, make_config):
     rows = write(tmp_path / "rows.jsonl", [line("!a")])
     with pytest.raises(UserError, match="no row is left for train"):

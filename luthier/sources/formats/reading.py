@@ -134,7 +134,7 @@ class Reading:
             except RowError as error:
                 raise error.inside(self.field(name)) from None
         if type(value) not in (str, list):
-            what = f"an answer is text, a message or a list of messages, this is {json_kind(value)}"
+            what = f"an answer is text, a message or a list of messages, this is a JSON {json_kind(value)}"
             raise RowError("not_messages", what, field=self.field(name))
         return self.messages(name, media)
 
