@@ -123,11 +123,11 @@ class Ledger:
         """The error for rows of which none is left: what they lack, not how many may be lost."""
         (reason, _), *others = (self.dropped + self.quarantined).most_common()
         rows = "the only row is" if self.read == 1 else f"all {counted(self.read, 'row is', 'rows are')}"
+        key = _KEYS.get(reason, "data")
         if others:
             hint = f"of most of them: {_WAYS.get(reason, _FIX)}"
-            return BudgetError(f"{rows} lost: {self.reasons()}", hint=hint, key="data")
+            return BudgetError(f"{rows} lost: {self.reasons()}", hint=hint, key=key)
         first = next(iter(self.examples.get(reason, ())), reason)
-        key = _KEYS.get(reason, "data")
         return BudgetError(f"{rows} lost for one reason: {first}", hint=_WAYS.get(reason, _FIX), key=key)
 
     def to_json(self) -> dict[str, Any]:

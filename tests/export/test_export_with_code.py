@@ -19,7 +19,7 @@ from luthier.errors import UserError
 from luthier.export import taken_down
 from tests.media.media_files import image_file, picture
 from tests.training import tiny_file_runs
-from tests.training.tiny_youtu_vl import write_folder
+from tests.training.tiny_youtu_vl import keep_code_in, write_folder
 
 # what transformers says of files that say "rope_scaling"
 pytestmark = pytest.mark.filterwarnings("ignore:.rope_scaling. is deprecated:FutureWarning")
@@ -33,7 +33,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("NUM_ROWS", 4), ("NUM_CONTEXTS", 3), ("NUM_ANSWERS", 1), ("ANSWER_TOKENS", 2)):
             patch.setattr(taken_down, name, value)
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(place / "modules"))
+        keep_code_in(place / "modules", patch)
         patch.chdir(place)
         (place / "a.png").write_bytes(image_file(picture(30, 50)))
         shown = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What?"}]

@@ -32,7 +32,7 @@ from tests.conftest import reason_is
 from tests.media.media_files import image_file, picture, tone, wav
 from tests.training import tiny_file_runs
 from tests.training.tiny_file_runs import trained
-from tests.training.tiny_youtu_vl import SLOT, own_model, own_processor, write_folder
+from tests.training.tiny_youtu_vl import SLOT, keep_code_in, own_model, own_processor, write_folder
 
 # what transformers says of files that say "rope_scaling"
 pytestmark = pytest.mark.filterwarnings("ignore:.rope_scaling. is deprecated:FutureWarning")
@@ -50,7 +50,7 @@ PUBLISHED = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        keep_code_in(tmp_path_factory.mktemp("modules"), patch)
         yield write_folder(tmp_path_factory.mktemp("tiny-youtu-vl"))
 
 

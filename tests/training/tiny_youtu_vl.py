@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 
@@ -14,6 +16,7 @@ from luthier.models.older_code import in_older_code
 from tests.media.tiny_processors import tiny_tokenizer
 
 CODE = Path(__file__).with_name("code_of_youtu_vl")
+PACKAGE = "transformers_modules"
 SLOT, MARKS = "<|image_pad|>", ("<|vision_start|>", "<|vision_end|>")
 CHAT = (
     "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|begin_of_text|>system\n"
@@ -23,6 +26,15 @@ CHAT = (
     "{% endfor %}{% endif %}<|end_of_text|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|begin_of_text|>assistant\n{% endif %}"
 )
+
+
+def keep_code_in(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let transformers copy code that comes with models into this folder, and find what it has copied there: of another
+    folder, which other tests of this process have used, its package is imported already."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+        patch.delitem(sys.modules, name)
+    patch.setattr(sys, "path", [place for place in sys.path if not (Path(place) / PACKAGE).is_dir()])
+    patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
 
 
 def write_folder(folder: Path) -> Path:
