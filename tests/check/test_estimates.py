@@ -55,9 +55,12 @@ from luthier.check.plan.work import EpochWork, shape_of
 from luthier.config.choices import Offload, Packing
 from luthier.config.inputs import QuantizationConfig
 from luthier.config.schema import RunConfig, TrainConfig
+from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import ModelError, UserError
 from luthier.models.adapters import apply_adapter, count_parameters
+from luthier.models.model import build_weightless
 from luthier.models.quantized import bytes_when_quantized, held_tensors, kept_modules, loading_config, num_bytes
+from luthier.models.vocabulary import Vocabulary
 from luthier.packing.epoch import plan_epoch
 from luthier.packing.settings import PlanSettings, SegmentTable
 from luthier.training.optimizer import make_optimizer
@@ -265,6 +268,16 @@ def test_activations_of_layers_of_other_makes_are_counted(name: str, adapter: st
     _, kept = trained_step(model.train(), in_16_bits=in_16_bits)
     memory = memory_of(shape_of(model), one_row(), run, on_gpu=False)
     assert memory.activations + memory.casts == pytest.approx(kept, rel=0.1)
+
+
+def test_what_encodes_pictures_says_nothing_of_the_language_models_norms_and_is_no_expert() -> None:
+    said: dict[str, Any] = {"model": "preset:tiny-qwen3-vl", "data": {"train": "x.jsonl"}}
+    config = RunConfig.model_validate(said)
+    model = build_weightless(config, Vocabulary.of(load_tokenizer(config.model.name_or_path)))
+    shape = shape_of(model)
+    kinds = {type(module).__name__ for module in model.modules()}
+    assert "LayerNorm" in kinds and any(one.ndim > 2 for one in model.parameters()), "of its encoder"
+    assert (shape.norms_by_torch, shape.norms, shape.trained_experts, shape.kept_inside) == (False, 2, 0, 4)
 
 
 def test_weights_gradients_and_states_are_counted_from_the_parameters() -> None:

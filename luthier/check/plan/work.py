@@ -174,7 +174,9 @@ def shape_of(
     norms = [name for name in norms if not name.endswith(("q_norm.weight", "k_norm.weight"))]
     return ModelShape(
         norms=len(norms) // layers or 2,
-        norms_by_torch=any(type(module).__name__ == "LayerNorm" for module in model.modules()),
+        norms_by_torch=any(
+            type(model.get_submodule(name.removesuffix(".weight"))).__name__ == "LayerNorm" for name in norms
+        ),
         norms_heads=any(name.endswith("q_norm.weight") for name, _ in everything),
         adapted=tuple(_adapted(model)),
         parameters=sum(one.numel() for _, one in everything),
@@ -196,7 +198,9 @@ def shape_of(
         feed_forward=_feed_forward(said, width),
         kept_inside=4 if experts else _kept_inside(said, [one for _, one in matrices], width, layers),
         experts=experts,
-        trained_experts=sum(one.numel() for _, one in everything if one.requires_grad and one.ndim > 2),
+        trained_experts=sum(
+            one.numel() for name, one in everything if one.requires_grad and one.ndim > 2 and ".experts." in name
+        ),
         in_one=any(len(one) == queries + 2 * keys and one.shape[-1] == width for _, one in matrices),
         queries=queries,
         keys=keys,
