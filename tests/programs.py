@@ -33,16 +33,21 @@ def start_program(
 
 
 def run_program(
-    program: str | Path, arguments: Sequence[str], *, said: Path, environment: Mapping[str, str] | None = None
+    program: str | Path,
+    arguments: Sequence[str],
+    *,
+    said: Path,
+    environment: Mapping[str, str] | None = None,
+    code: int = 0,
 ) -> str:
-    """`start_program`, to its end, which must be a good one; gives all that it has printed."""
+    """`start_program`, to its end, which must be with this exit code; gives all that it has printed."""
     process = start_program(program, arguments, said=said, environment=environment)
     process.join(HANG_SECONDS)
     if process.exitcode is None:
         process.kill()
         process.join()
     printed = said.read_text(encoding="utf-8")
-    assert process.exitcode == 0, printed[-6000:]
+    assert process.exitcode == code, printed[-6000:]
     return printed
 
 
@@ -54,6 +59,7 @@ def _run(program: str | Path, arguments: list[str], said: Path, environment: dic
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [str(program), *arguments]
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     if isinstance(program, Path):
         sys.path.insert(0, str(program.parent))
         runpy.run_path(str(program), run_name="__main__")

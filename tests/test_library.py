@@ -63,7 +63,9 @@ def test_the_names_that_type_checkers_see_are_those_of_the_running_package() -> 
     assert set(imported) == set(public_names())
 
 
-def test_type_checkers_see_the_examples_with_real_types_and_refuse_what_is_not_there(tmp_path: Path) -> None:
+def test_type_checkers_see_the_examples_and_a_plugin_with_real_types_and_refuse_what_is_not_there(
+    tmp_path: Path,
+) -> None:
     wrong = tmp_path / "wrong.py"
     wrong.write_text(
         "import luthier\n"
@@ -74,7 +76,8 @@ def test_type_checkers_see_the_examples_with_real_types_and_refuse_what_is_not_t
         'loss: float | None = luthier.train({"model": "x"}, overrides=["a.b=1"]).final_loss\n',
         encoding="utf-8",
     )
-    examples = [str(path) for path in sorted((ROOT / "examples").glob("*.py"))]
+    examples = [str(path) for path in sorted((ROOT / "examples").rglob("*.py"))]
+    assert any("luthier_quiz" in path for path in examples)
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml")]
     done = subprocess.run(
         [*command, *examples, str(wrong)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_SECONDS

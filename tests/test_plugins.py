@@ -16,18 +16,23 @@ import pytest
 
 from tests.conftest import HANG_SECONDS
 from tests.installed_plugin import QUIZZES, described
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = ROOT / "examples" / "plugin"
 PAGE = ROOT / "docs" / "plugins.md"
 
 
+def surroundings(*folders: Path) -> dict[str, str]:
+    """The environment of a process that finds packages in these folders, too."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, folders), str(ROOT)]), "HF_HUB_OFFLINE": "1"}
+
+
 def python(*command: str, folders: tuple[Path, ...], cwd: Path) -> subprocess.CompletedProcess[str]:
     """A new process that finds packages in these folders, too."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, folders), str(ROOT)]), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         [sys.executable, *command],
-        env=environment,
+        env=surroundings(*folders),
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -53,9 +58,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seen(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a process sees in which it is installed."""
     folder = tmp_path_factory.mktemp("seen")
-    done = python("-m", "tests.installed_plugin", str(folder), folders=(site,), cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    printed = run_program("tests.installed_plugin", [str(folder)], said=folder / "said", environment=surroundings(site))
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
 
 
@@ -221,9 +225,11 @@ def test_mistakes_of_a_plugin_are_told_as_its_own(
     site = plugin_at(tmp_path, "mistaken", MISTAKEN.format(**{"function": "squared", "reads": "", **changed}))
     run = described("rows", [{"q": "1 + 1?", "a": "2"}], objective={"loss": "squared"})
     Path("run.json").write_text(json.dumps(run), encoding="utf-8")
-    done = python("-m", "luthier", command, "run.json", folders=(site,), cwd=tmp_path)
-    assert done.returncode == 2 and told in squeezed(done.stderr), done.stderr
-    assert "hint: " in done.stderr and "this is a bug" not in done.stderr
+    printed = run_program(
+        "luthier", [command, "run.json"], said=tmp_path / "said", environment=surroundings(site), code=2
+    )
+    assert told in squeezed(printed), printed
+    assert "hint: " in printed and "this is a bug" not in printed
 
 
 def test_two_plugins_with_one_name_are_both_named_and_the_command_says_so(tmp_path: Path) -> None:
@@ -262,18 +268,3 @@ def test_what_the_page_shows_is_the_example() -> None:
     (project,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     lines = (PLUGIN / "pyproject.toml").read_text(encoding="utf-8").splitlines()
     assert all(line in lines for line in project.splitlines())
-
-
-def test_type_checkers_see_the_types_of_a_plugin() -> None:
-    command = ["-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml"), "-p", "luthier_quiz"]
-    environment = {**os.environ, "MYPYPATH": os.pathsep.join([str(PLUGIN), str(ROOT)])}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout

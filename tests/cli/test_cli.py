@@ -6,9 +6,9 @@ import ast
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from luthier.cli.configuring import Senses
 from luthier.cli.main import app, run
 from luthier.errors import ModelError, RowError
 from tests.conftest import HANG_SECONDS
+from tests.programs import start_program
 
 ROOT = Path(luthier.__file__).parent
 REPOSITORY = ROOT.parent
@@ -431,18 +432,18 @@ def test_quickstart_reports_exact_answers_before_and_after(
     assert len(losses) == num_steps and (num_steps == 1 or sum(losses[-3:]) < 0.7 * sum(losses[:3])), "it learns"
 
 
-def test_sigterm_exits_with_143(config: Path) -> None:
-    command = [sys.executable, "-m", "luthier.cli.main", "train", str(config), "train.max_steps=100000"]
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "step " in line and "/100000" in line:
-                break
-        process.send_signal(signal.SIGTERM)
-        rest = process.stdout.read()
-    assert process.returncode == 143, rest
-    assert "Interrupted" in rest and "Traceback" not in rest
+def test_sigterm_exits_with_143(config: Path, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    process = start_program("luthier.cli.main", ["train", str(config), "train.max_steps=100000"], said=said)
+    deadline = time.monotonic() + HANG_SECONDS
+    while not (said.exists() and re.search(r"step .*/100000", said.read_text(encoding="utf-8"))):
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.terminate()
+    process.join(HANG_SECONDS)
+    printed = said.read_text(encoding="utf-8")
+    assert process.exitcode == 143, printed
+    assert "Interrupted" in printed and "Traceback" not in printed
 
 
 @pytest.mark.parametrize("senses", Senses)

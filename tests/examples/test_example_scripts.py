@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import HANG_SECONDS
+from tests.programs import run_program
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = ("pytorch_loop", "trl_sft")
@@ -31,11 +29,10 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each script prints; they share a store, as runs do."""
     folder = tmp_path_factory.mktemp("examples")
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
-    command = [sys.executable, "-c", PROGRAM, str(EXAMPLES), " ".join(SCRIPTS), "--steps", str(STEPS)]
-    command += ["--out", str(folder / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, env=offline, timeout=HANG_SECONDS, check=False)
-    assert done.returncode == 0, done.stderr
-    texts = done.stdout.split("## ")[1:]
+    program = folder / "program.py"
+    program.write_text(PROGRAM, encoding="utf-8")
+    arguments = [str(EXAMPLES), " ".join(SCRIPTS), "--steps", str(STEPS), "--out", str(folder / "run")]
+    texts = run_program(program, arguments, said=folder / "said", environment=offline).split("## ")[1:]
     assert tuple(text.split()[0] for text in texts) == SCRIPTS
     return dict(zip(SCRIPTS, texts, strict=True))
 
