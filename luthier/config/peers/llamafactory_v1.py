@@ -64,7 +64,7 @@ def _data(reading: translation.Translator) -> None:
     listed, where = {"default": {"path": str(name), "source": "local" if os.path.exists(str(name)) else "hf_hub"}}, name
     if str(name).endswith((".yaml", ".yml")):
         listed, where = (
-            translation.mapping_beside(reading, "train_dataset", name),
+            named_files.mapping_beside(reading, "train_dataset", name),
             named_files.beside(str(name), reading.name) or name,
         )
         if not listed:

@@ -7,12 +7,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from luthier.config.peers.translation import Translator
+from luthier.config.tree import MappingNode, plain
+from luthier.config.yaml_text import parse_yaml
 from luthier.writing import JsonObject
-
-if TYPE_CHECKING:
-    from luthier.config.peers.translation import Translator
 
 
 def has_own_template(model: str) -> bool | None:
@@ -57,6 +57,23 @@ def beside(path: str, name: str) -> Path | None:
     """A path of theirs starts from the folder that LLaMA-Factory is run in, which is above its examples."""
     starts = [Path(), *Path(name).resolve().parents]
     return next((start / path for start in starts if (start / path).is_file()), None)
+
+
+def mapping_beside(reading: Translator, key: str, path: object) -> JsonObject:
+    """What a YAML file says that theirs names by ``key``; nothing, and a problem, where it is no mapping."""
+    if (file := beside(str(path), reading.name)) is None:
+        reading.refuse(key, f"there is no such file: {path}", "paths start from the current directory")
+        return {}
+    try:
+        parsed = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    except (OSError, ValueError) as error:
+        reading.refuse(key, f"{file} cannot be read: {error}")
+        return {}
+    reading.problems += parsed.problems
+    if not isinstance(parsed.tree, MappingNode):
+        reading.refuse(key, f"{file} is no mapping of keys to values")
+        return {}
+    return {name: plain(value) for name, value in parsed.tree.entries.items()}
 
 
 def rows_of_split(split: str) -> tuple[str, JsonObject] | None:

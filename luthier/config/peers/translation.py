@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from luthier.config.explain import Meant, our_name, what_is_meant
-from luthier.config.peers.named_files import beside
 from luthier.config.tree import (
     ListNode,
     MappingNode,
@@ -35,7 +34,6 @@ from luthier.config.tree import (
 from luthier.config.words import all_keys, kinds, known_keys, schema_at
 from luthier.config.yaml_text import parse_yaml
 from luthier.errors import Problem
-from luthier.writing import JsonObject
 
 _LINES_TOLD = 9
 _DEFAULT = "'s default"  # behind a key of theirs that a file leaves out
@@ -402,26 +400,6 @@ def _mapping_in(node: Node) -> object:
 
 def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-# ------------------------------------------------------------------ files that theirs name
-
-
-def mapping_beside(reading: Translator, key: str, path: object) -> JsonObject:
-    """What a YAML file says that theirs names by ``key``; nothing, and a problem, where it is no mapping."""
-    if (file := beside(str(path), reading.name)) is None:
-        reading.refuse(key, f"there is no such file: {path}", "paths start from the current directory")
-        return {}
-    try:
-        parsed = parse_yaml(file.read_text(encoding="utf-8"), str(file))
-    except (OSError, ValueError) as error:
-        reading.refuse(key, f"{file} cannot be read: {error}")
-        return {}
-    reading.problems += parsed.problems
-    if not isinstance(parsed.tree, MappingNode):
-        reading.refuse(key, f"{file} is no mapping of keys to values")
-        return {}
-    return {name: plain(value) for name, value in parsed.tree.entries.items()}
 
 
 def _projected(reading: Translator) -> None:

@@ -407,7 +407,7 @@ def _shares(reading: translation.Translator, launch: object) -> bool:
     profile = {**known, "multi_gpu": False, "single_gpu": False}.get(str(launch))
     if profile is not None:
         return profile
-    settings = translation.mapping_beside(reading, "accelerate_config", launch)
+    settings = named_files.mapping_beside(reading, "accelerate_config", launch)
     zero = settings.get("deepspeed_config")
     divides = isinstance(zero, dict) and bool(zero.get("zero_stage"))
     return divides or str(settings.get("distributed_type")).upper() == "FSDP"
