@@ -12,21 +12,29 @@ from luthier.errors import BudgetError, RowDropped, RowError
 from luthier.writing import counted
 
 MAX_EXAMPLES = 5
-"""How many messages, each with its address, are kept for a reason. ``quarantine.jsonl`` has every row that could not be
-encoded. Rows that are lost later stand only here: when segments are cut (``too_long``, ``no_target_left``), and where
-a row is held out too (``same_as_held_out``). Rows whose media are lost in a run are in ``lost_media.jsonl``."""
+"""How many messages, each with its address, are kept for a reason. ``quarantine.jsonl`` has every row that is lost, but
+for those whose media are lost in a run: they are in ``lost_media.jsonl``."""
 
 _SHORTER = "raise data.max_length, choose another data.overflow"
 _FIX = "fix the rows; docs/errors.md says what this reason means"
 # The way out where rows are lost for a reason that is rather one of the run description.
 _WAYS = {
     "too_long": "raise data.max_length, or choose another data.overflow",
+    "still_too_long": "raise data.max_length",
+    "no_target_left": "raise data.max_length, or set data.overflow: split",
+    "no_target": "look at template.train_on, and at train: false and weight: 0 in the row",
+    "same_as_held_out": "the same row is evaluated on: take out the row, or leave it",
     "objective": "choose the objective that these rows are for, or name the rows that this one needs",
     "missing_column": "say which columns of the file are what: columns of the data set, or its format",
     "media_missing": "say where the files are: media_root of the data set",
 }
 
 _KEYS = {"too_long": "data.max_length", "objective": "objective"}  # whose values these reasons are about
+
+
+def way_out(reason: str) -> str:
+    """What a user can do about rows that are lost for this reason."""
+    return _WAYS.get(reason, _FIX)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -125,10 +133,10 @@ class Ledger:
         rows = "the only row is" if self.read == 1 else f"all {counted(self.read, 'row is', 'rows are')}"
         key = _KEYS.get(reason, "data")
         if others:
-            hint = f"of most of them: {_WAYS.get(reason, _FIX)}"
+            hint = f"of most of them: {way_out(reason)}"
             return BudgetError(f"{rows} lost: {self.reasons()}", hint=hint, key=key)
         first = next(iter(self.examples.get(reason, ())), reason)
-        return BudgetError(f"{rows} lost for one reason: {first}", hint=_WAYS.get(reason, _FIX), key=key)
+        return BudgetError(f"{rows} lost for one reason: {first}", hint=way_out(reason), key=key)
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict for reports; `from_json` reads it back."""

@@ -140,10 +140,13 @@ class FeedReader:
     """Reads what a feed leaves in its folder. ``alive`` says whether the feed may still be at work.
 
     Without it, as on a machine that did not start the feed, no sign of life for `SECONDS_WITHOUT_SIGN` is its end.
+    ``lost``: where the run's lost rows are listed, which one of its processes does.
     """
 
-    def __init__(self, folder: Path, *, alive: Callable[[], bool] | None = None) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path, *, alive: Callable[[], bool] | None = None, lost: Quarantine | None = None
+    ) -> None:
+        self.folder, self.lost = folder, lost
         self._alive = alive
         self._sign: tuple[bytes | None, float] | None = None  # the last one, and when it was seen first
         self._facts: FeedFacts | None = None
@@ -202,12 +205,14 @@ class FeedReader:
 
 
 class Feed:
-    """A feed of this process. Use it in a ``with`` block, or `close` it."""
+    """A feed of this process, and the list of rows that its run loses. Use it in a ``with`` block, or `close` it."""
 
     def __init__(self, job: FeedJob, process: SpawnProcess, lifeline: Connection) -> None:
         """Use `Feed.start`."""
         self.job = job
-        self.reader = FeedReader(job.folder, alive=process.is_alive)
+        listed = job.config.output.dir / QUARANTINE_FILE
+        self._lost = Quarantine(listed, temporary=listed.with_name(f".{listed.name}.partial"))
+        self.reader = FeedReader(job.folder, alive=process.is_alive, lost=self._lost)
         self._process = process
         self._lifeline = lifeline
 
@@ -223,20 +228,27 @@ class Feed:
         theirs.close()
         return cls(job, process, ours)
 
-    def close(self) -> None:
-        """End the process and remove its files."""
+    def close(self, *, has_failed: bool = False) -> None:
+        """End the process and remove its files. Raises `UserError` if the list of lost rows cannot be written.
+
+        Where the run ``has_failed`` before its last row had come, a list that is there already says more, and stays.
+        """
         self._lifeline.close()  # its other end notices
         self._process.join(SECONDS_TO_END)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
         shutil.rmtree(self.job.folder, ignore_errors=True)
+        if has_failed and self._lost.path.exists():
+            self._lost.discard()
+        else:
+            self._lost.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: object, *_: object) -> None:
+        self.close(has_failed=error is not None)
 
 
 # ---------------------------------------------------------------------------- where the feed's process leaves its files
@@ -304,12 +316,11 @@ def run_feed(job: FeedJob, lifeline: Connection) -> None:
 
 class _Feeding:
     def __init__(self, job: FeedJob) -> None:
-        self.config = config = job.config
+        self.config = job.config
         self.folder, self.after = job.folder, job.after
         self.num_handed, self.num_files = Counter[str](), Counter[str]()  # portions of each kind, and their files
         self.num_tried = self.num_kept = 0  # of the rows that are evaluated on
         self.stop = threading.Event()
-        self.quarantine = Quarantine(config.output.dir / QUARANTINE_FILE)
 
     def watch(self, lifeline: Connection) -> None:
         """Give signs of life until the parent lets go, or dies; then there is little time left."""
@@ -321,7 +332,6 @@ class _Feeding:
             lifeline.recv_bytes()
         self.stop.set()
         time.sleep(SECONDS_LEFT)
-        self.quarantine.close()
         os._exit(0)  # in the midst of a portion; whatever it encodes in other processes ends with it
 
     def _beat(self, number: int) -> None:
@@ -339,20 +349,19 @@ class _Feeding:
         self.encoder = encoder
         train_indexes, eval_indexes = self._indexes(train), self._indexes(evaluation)
         sizes = tuple(len(index) for index in train_indexes)
-        with closing(self.quarantine):
-            if evaluation:
-                everything = np.arange(sum(map(len, eval_indexes)), dtype=np.int64)
-                self._resolve("eval", evaluation, eval_indexes, _cut_up(everything))
-            else:
-                self._hold_out(train, train_indexes, sum(sizes))
-            order = RowOrder(
-                counts=sizes,
-                mixture=mixture_of(config, [source.config.weight for source in train]),
-                seed=seed,
-                held_out=np.sort(hold_out_part(sum(sizes), 0, self.num_tried, seed=seed)),
-            )
-            self._publish_facts(train, train_indexes, evaluation)
-            self._resolve("train", train, train_indexes, needed_portions(order, self.after))
+        if evaluation:
+            everything = np.arange(sum(map(len, eval_indexes)), dtype=np.int64)
+            self._resolve("eval", evaluation, eval_indexes, _cut_up(everything))
+        else:
+            self._hold_out(train, train_indexes, sum(sizes))
+        order = RowOrder(
+            counts=sizes,
+            mixture=mixture_of(config, [source.config.weight for source in train]),
+            seed=seed,
+            held_out=np.sort(hold_out_part(sum(sizes), 0, self.num_tried, seed=seed)),
+        )
+        self._publish_facts(train, train_indexes, evaluation)
+        self._resolve("train", train, train_indexes, needed_portions(order, self.after))
 
     def _hold_out(self, train: Sequence[Source], indexes: Sequence[RowIndex], num_rows: int) -> None:
         """Resolve the rows that are held out, and others in place of those that are lost."""
@@ -433,8 +442,6 @@ class _Feeding:
             yield portion
 
     def _hand_over(self, kind: str, portion: ResolvedPortion) -> None:
-        for row in portion.lost:
-            self.quarantine.add(row.error, split=kind, raw=row.raw)
         publish(self.folder / portion_file(kind, self.num_handed[kind]), portion.to_bytes())
         self.num_handed[kind] += 1
 

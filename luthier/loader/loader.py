@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -30,8 +30,8 @@ from luthier.loader.settings import LoaderOptions, LoaderSettings, loader_option
 from luthier.loader.stream_state import LoaderState, RowTrail
 from luthier.packing.order import MixtureSettings, RowOrder
 from luthier.packing.settings import SegmentTable, UnitKind
-from luthier.preparation.prepare import prepare
-from luthier.preparation.prepared import Prepared, PreparedSet
+from luthier.preparation.prepare import lost_rows_of, prepare
+from luthier.preparation.prepared import Prepared, PreparedSet, Quarantine
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch
 from luthier.writing import counted
@@ -86,16 +86,20 @@ class Loader:
         also `ConfigError`, `BudgetError`, and what `luthier.prepare` raises.
         """
         config: RunConfig | None = None
-        if isinstance(data, Prepared | PreparedSet):
-            if overrides:
-                raise UserError("overrides are for a run description", hint="give the options themselves")
-            self._rows = data.train if isinstance(data, Prepared) else data
-        else:
-            config, self._rows, own = _of_run(data, overrides)
-            options = {**own, **options}
-        self.settings = settings = LoaderSettings(**options)
-        overflow, units = Overflow(settings.overflow), UnitKind(settings.units)
-        self._segments = SegmentIndex(self._rows, max_length=settings.max_length, overflow=overflow, units=units)
+        lost: Quarantine | None = None
+        with ExitStack() as listing:
+            if isinstance(data, Prepared | PreparedSet):
+                if overrides:
+                    raise UserError("overrides are for a run description", hint="give the options themselves")
+                self._rows = data.train if isinstance(data, Prepared) else data
+            else:
+                config, self._rows, own, lost = _of_run(data, overrides, listing)
+                options = {**own, **options}
+            self.settings = settings = LoaderSettings(**options)
+            overflow, units = Overflow(settings.overflow), UnitKind(settings.units)
+            self._segments = SegmentIndex(self._rows, max_length=settings.max_length, overflow=overflow, units=units)
+            if lost is not None:
+                lost.add_all(self._segments.losses(), split="train")
         self.ledger = self._segments.ledger
         if config is not None:
             self.ledger.check(max_drop=config.data.max_drop)
@@ -242,12 +246,16 @@ class Loader:
         )
 
 
-def _of_run(description: RunDescription, overrides: Sequence[str]) -> tuple[RunConfig, PreparedSet, LoaderOptions]:
+def _of_run(
+    description: RunDescription, overrides: Sequence[str], listing: ExitStack
+) -> tuple[RunConfig, PreparedSet, LoaderOptions, Quarantine]:
+    """Its rows, and the list of the lost ones, which is closed with ``listing``."""
     draft = load_draft(description, overrides)
     with draft.placing():
         encoder = Encoder.from_config(draft.config)
         options = loader_options(draft.config, encoder.tokenizer)
-        return draft.config, prepare(draft.config, encoder).train, options
+        lost = listing.enter_context(closing(lost_rows_of(draft.config)))
+        return draft.config, prepare(draft.config, encoder, quarantine=lost).train, options, lost
 
 
 def _order(rows: RowTable, settings: LoaderSettings) -> RowOrder:

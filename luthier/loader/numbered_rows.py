@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.choices import Overflow
-from luthier.errors import RowDropped
 from luthier.ledger import Ledger
 from luthier.loader.reader import PLACE, Places, PlannedMicroBatch, segment_at
 from luthier.packing.epoch import EpochPlan
@@ -28,13 +27,12 @@ from luthier.packing.settings import (
     completion_room,
     draw_partners,
 )
-from luthier.preparation.prepared import PreparedSet, SourceInfo
+from luthier.preparation.prepared import PreparedSet, Quarantine, SourceInfo, same_as_held_out
 from luthier.preparation.resolver import ResolvedPortion
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, Ints, Segment
 from luthier.store.store import SampleStore
 
-SAME_AS_HELD_OUT = "same_as_held_out"
 # ``row``: the number of its row; ``key``: the beginning of that row's key, which says what is in it
 _COLUMNS = np.dtype([("place", PLACE), ("row", "<i8"), ("key", "<u8")])
 
@@ -261,13 +259,18 @@ class ArrivingRows(RowTable):
         settings: ArrivalSettings,
         *,
         held_out: Ints | None = None,
+        lost: Quarantine | None = None,
     ) -> None:
-        """``portions`` may block. ``held_out``: samples that are evaluated on; rows with the same are left out."""
+        """``portions`` may block. ``held_out``: samples that are evaluated on; rows with the same are left out.
+
+        ``lost`` lists the rows that are lost. It is closed when the last row has come, or with the feed.
+        """
         weights = tuple(source.weight for source in settings.sources)
         super().__init__(settings.counts, weights=weights, store=store)
         self.settings = settings
         self.ledger: Ledger = Ledger()
-        self._portions = portions
+        self._portions, self._lost = portions, lost
+        self._num_come = 0
         self._held_out = np.unique(held_out) if held_out is not None else np.zeros(0, np.int64)
 
     def wait_for(self, rows: Ints) -> None:
@@ -288,19 +291,29 @@ class ArrivingRows(RowTable):
         ledger = Ledger.from_json(portion.ledger.to_json())
         kept = portion.sample_ids >= 0
         same = kept & np.isin(portion.sample_ids, self._held_out)
-        for place in np.flatnonzero(same).tolist():
-            file, row = int(portion.file_ids[place]), int(portion.row_numbers[place])
-            address = Address(file=self.files[file], row=row)
-            ledger.lose_kept(RowDropped(SAME_AS_HELD_OUT, "the same row is among the held-out rows", address=address))
+        repeats = [same_as_held_out(self._address_in(portion, place)) for place in np.flatnonzero(same).tolist()]
+        for error in repeats:
+            ledger.lose_kept(error)
         places = np.flatnonzero(kept & ~same)
         index = self._cut(portion, places, ledger)
         self._first[portion.rows] = len(self)  # a lost row is here too
         self._add(places_of(index), index.row_ids, portion.rows[places], _short(portion.keys[places]))
         self.ledger.add(index.ledger)
+        self._num_come += len(portion)
+        if self._lost is not None:
+            for row in portion.lost:
+                self._lost.add(row.error, split="train", raw=row.raw)
+            self._lost.add_all(repeats, split="train")
+            self._lost.add_all(index.losses(), split="train")
+            if self._num_come + len(self.held_out) == sum(settings.counts):
+                self._lost.close()
         num_rows = sum(settings.counts)
         allowed = settings.max_drop * num_rows if settings.max_drop < 1 else settings.max_drop
         if self.ledger.lost > allowed:
             self.ledger.check(max_drop=settings.max_drop)
+
+    def _address_in(self, portion: ResolvedPortion, place: int) -> Address:
+        return Address(file=self.files[int(portion.file_ids[place])], row=int(portion.row_numbers[place]))
 
     def _cut(self, portion: ResolvedPortion, places: Ints, ledger: Ledger) -> SegmentIndex:
         """The rows of a portion at ``places``, cut to length; the ledger of the result says what that cost, too."""

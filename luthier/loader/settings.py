@@ -7,7 +7,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypedDict
 
@@ -30,7 +31,7 @@ from luthier.media.families.family import PackingSupport
 from luthier.metrics.table import metrics_of_answers
 from luthier.packing.order import MixtureSettings, RowOrder, check_mixture, rows_trained
 from luthier.packing.settings import PlanSettings, Segments, UnitKind, held_tokens
-from luthier.preparation.prepare import Progress, prepare
+from luthier.preparation.prepare import Progress, lost_rows_of, prepare
 from luthier.preparation.prepared import Prepared, num_held_out
 from luthier.preparation.segments import SegmentIndex
 from luthier.rewards.judging import RewardJudge, check_columns
@@ -366,19 +367,24 @@ def load_rows(
     ray_address: str | None = None,
     trains: bool = False,
 ) -> Loaded:
-    """Render and encode what of the run's rows the store does not have, as `preparation.prepare` does; raises what it
-    raises."""
+    """Render and encode what of the run's rows the store does not have, as `preparation.prepare` does, and cut them to
+    ``data.max_length``. Rows lost to either are in the list that `lost_rows_of` names. Raises what both raise."""
     started = time.perf_counter()
     encoder = Encoder.from_config(config)
-    prepared = prepare(config, encoder, on_progress=on_progress, ray_address=ray_address, trains=trains)
     limit, overflow, units = config.data.max_length, config.data.overflow, units_of(config)
-    held_out = prepared.eval
+    with closing(lost_rows_of(config, trains=trains)) as lost:
+        prepared = prepare(config, encoder, on_progress=on_progress, ray_address=ray_address, quarantine=lost)
+        train, held_out = SegmentIndex(prepared.train, max_length=limit, overflow=overflow, units=units), None
+        lost.add_all(train.losses(), split="train")
+        if prepared.eval is not None:
+            held_out = SegmentIndex(prepared.eval, max_length=limit, overflow=overflow, units=units)
+            lost.add_all(held_out.losses(), split="eval")
     return Loaded(
         config=config,
         encoder=encoder,
-        prepared=prepared,
-        train=SegmentIndex(prepared.train, max_length=limit, overflow=overflow, units=units),
-        held_out=None if held_out is None else SegmentIndex(held_out, max_length=limit, overflow=overflow, units=units),
+        prepared=replace(prepared, quarantine=lost.written),
+        train=train,
+        held_out=held_out,
         seconds=time.perf_counter() - started,
     )
 

@@ -33,55 +33,64 @@ QUARANTINE_FILE = "quarantine.jsonl"
 PREVIEW_FILE = "quarantine.preview.jsonl"
 
 
+def lost_rows_of(config: RunConfig, *, trains: bool = False) -> Quarantine:
+    """The list of a run's lost rows, ``quarantine.jsonl`` in its output folder.
+
+    Where that already holds a run, the file is that run's, and only one that ``trains`` there writes it; others write
+    ``quarantine.preview.jsonl``.
+    """
+    is_kept = not trains and (config.output.dir / RUN_CONFIG).is_file()
+    return Quarantine(config.output.dir / (PREVIEW_FILE if is_kept else QUARANTINE_FILE))
+
+
 def prepare(
     config: RunConfig,
     encoder: RowEncoder,
     *,
     on_progress: Callable[[Progress], None] | None = None,
     ray_address: str | None = None,
-    trains: bool = False,
+    quarantine: Quarantine | None = None,
 ) -> Prepared:
     """Encode what the run's data has and the store has not, and say which samples the run will see.
 
-    Several processes may do so at once: they share the work. ``ray_address`` leaves it to a Ray cluster.
-
-    Rows that are lost are in ``quarantine.jsonl`` in the run's output folder. Where that already holds a run, the file
-    is that run's, and only one that ``trains`` there writes it; others write ``quarantine.preview.jsonl``.
+    Several processes may do so at once: they share the work. ``ray_address`` leaves it to a Ray cluster. Rows that are
+    lost are written to ``quarantine``, which stays open for those that are lost later; None: `lost_rows_of`.
 
     Raises `SourceError`, `StoreError`, `BudgetError` if more rows are lost than ``data.max_drop`` allows, and
     `UserError` if none is left.
     """
+    if quarantine is None:
+        with closing(lost_rows_of(config)) as own:
+            return prepare(config, encoder, on_progress=on_progress, ray_address=ray_address, quarantine=own)
     train_configs, eval_configs = resolve_sources(config.data)
     folder = store_folder(config.data.store, encoder.fingerprint)
     num_encoded = num_reused = 0
     collections = []
-    is_kept = not trains and (config.output.dir / RUN_CONFIG).is_file()
-    with closing(Quarantine(config.output.dir / (PREVIEW_FILE if is_kept else QUARANTINE_FILE))) as quarantine:
-        for split, configs in (("train", train_configs), ("eval", eval_configs)):
-            sources = open_sources(configs, seed=config.runtime.seed) if configs else []
-            resolver = Resolver(
-                sources=sources, encoder=encoder, folder=folder, split=split, eager=False, on_progress=on_progress
-            )
-            collections.append(Collection(split=split, sources=sources))
-            with closing(_portions(sources, resolver, config.data.workers, ray_address)) as portions:
-                collections[-1].add_all(portions, quarantine)
-            for source in sources:
-                source.check_unchanged()  # after the last row, too
-            num_encoded += resolver.num_encoded
-            num_reused += resolver.num_reused
-    lost = quarantine.path if quarantine.num_rows else None
+    for split, configs in (("train", train_configs), ("eval", eval_configs)):
+        sources = open_sources(configs, seed=config.runtime.seed) if configs else []
+        resolver = Resolver(
+            sources=sources, encoder=encoder, folder=folder, split=split, eager=False, on_progress=on_progress
+        )
+        collections.append(Collection(split=split, sources=sources))
+        with closing(_portions(sources, resolver, config.data.workers, ray_address)) as portions:
+            collections[-1].add_all(portions, quarantine)
+        for source in sources:
+            source.check_unchanged()  # after the last row, too
+        num_encoded += resolver.num_encoded
+        num_reused += resolver.num_reused
+    lost = quarantine.written
     store = SampleStore.open(folder, fingerprint=encoder.fingerprint)
     sets = [collection.finish(store, max_drop=config.data.max_drop, lost=lost) for collection in collections]
     # rows that are evaluated on are ordered among themselves, however many others were lost
     train, evaluation = sets[0], replace(sets[1], numbering=None) if eval_configs else None
     if evaluation is None and config.data.eval_split:
-        train, evaluation = hold_out(train, config.data.eval_split, seed=config.runtime.seed)
+        train, evaluation = hold_out(train, config.data.eval_split, seed=config.runtime.seed, quarantine=quarantine)
     return Prepared(
         train=train,
         eval=evaluation,
         num_encoded=num_encoded,
         num_reused=num_reused,
-        quarantine=lost,
+        quarantine=quarantine.written,
     )
 
 

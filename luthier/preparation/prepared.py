@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import uuid
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import RowDropped, RowError, UserError
-from luthier.ledger import Ledger
+from luthier.ledger import Ledger, way_out
 from luthier.packing.order import hold_out_part
 from luthier.records import Address, Ints, Sample
 from luthier.store.store import SampleStore
@@ -101,12 +102,22 @@ class Prepared:
     quarantine: Path | None
 
 
-def hold_out(whole: PreparedSet, size: float | int, *, seed: int) -> tuple[PreparedSet, PreparedSet]:
+SAME_AS_HELD_OUT = "same_as_held_out"
+
+
+def same_as_held_out(address: Address) -> RowDropped:
+    """Why a training row is left out whose content is evaluated on."""
+    return RowDropped(SAME_AS_HELD_OUT, "the same row is among the held-out rows", address=address)
+
+
+def hold_out(
+    whole: PreparedSet, size: float | int, *, seed: int, quarantine: Quarantine
+) -> tuple[PreparedSet, PreparedSet]:
     """``(train, eval)``: a seeded choice of rows, a share of all that were read below 1, else a number.
 
     The choice depends on the number of rows and the seed alone: the first so many of `hold_out_part` that are not
     lost. Rows with the same content as one of them are left out of training, so nothing that is evaluated was
-    trained on; the ledger notes them as ``same_as_held_out``.
+    trained on; the ledger notes them as ``same_as_held_out``, and ``quarantine`` lists them.
 
     Raises `UserError` if a side would be empty.
     """
@@ -128,8 +139,10 @@ def hold_out(whole: PreparedSet, size: float | int, *, seed: int) -> tuple[Prepa
     train_ledger.prepared -= int(same.sum())
     train_ledger.note("held_out", len(held))
     if same.sum() > len(held):
-        train_ledger.note("same_as_held_out", int(same.sum()) - len(held))
+        train_ledger.note(SAME_AS_HELD_OUT, int(same.sum()) - len(held))
     rows = np.flatnonzero(~same)
+    same[held] = False
+    quarantine.add_all((same_as_held_out(whole.address(row)) for row in np.flatnonzero(same).tolist()), split="train")
     train = replace(
         whole.take(rows, ledger=train_ledger),
         numbering=replace(numbering, rows=numbering.rows[rows], held_out=np.sort(tried)),
@@ -155,23 +168,31 @@ def num_held_out(size: float | int, num_rows: int) -> int:
 
 
 class Quarantine:
-    """Writes ``address, split, fate, reason, field, detail, raw`` for each lost row.
+    """Writes ``address, split, fate, reason, field, detail, hint, raw`` for each lost row; no row is kept in memory.
 
     Appears under its name when it is closed, so several processes of one run may write it: each writes the same. A
     file of an earlier preparation goes away when nothing is lost in this one.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Nothing is written before the first row."""
+    def __init__(self, path: Path, *, temporary: Path | None = None) -> None:
+        """Nothing is written before the first row. ``temporary``: the name until then, for the only process that
+        writes it: what a killed run left under that name is overwritten. None: one of its own."""
         self.path = path
+        self._temporary = temporary or path.with_name(f".{path.name}-{uuid.uuid4().hex}.tmp")
         self.num_rows = 0
         self._file: IO[bytes] | None = None
         self._finish = ExitStack()  # gives the file its name
         self._is_closed = False
-        self._lock = threading.Lock()  # a process that is told to end closes it from another thread
+        self._lock = threading.Lock()  # it may be closed while the thread that reads ahead loses another row
 
-    def add(self, error: RowError, *, split: str, raw: bytes | None) -> None:
-        """Write one row; ``raw`` None where the row could not even be read. Raises `UserError` if that fails."""
+    @property
+    def written(self) -> Path | None:
+        """The file; None if no row is lost so far."""
+        return self.path if self.num_rows else None
+
+    def add(self, error: RowError, *, split: str, raw: bytes | None = None) -> None:
+        """Write one row. ``raw`` is None where it could not be read, or was encoded before it was lost. Raises
+        `UserError` if that fails."""
         line = {
             "address": str(error.address),
             "split": split,
@@ -179,6 +200,7 @@ class Quarantine:
             "reason": error.reason,
             "field": error.field,
             "detail": error.detail,
+            "hint": way_out(error.reason),
             "raw": None if raw is None else raw.decode("utf-8", "backslashreplace"),
         }
         with self._lock:
@@ -186,12 +208,16 @@ class Quarantine:
                 self._write(line)
         self.num_rows += 1
 
+    def add_all(self, errors: Iterable[RowError], *, split: str) -> None:
+        """Write rows that were encoded before they were lost."""
+        for error in errors:
+            self.add(error, split=split)
+
     def _write(self, line: dict[str, str | None]) -> None:
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                temporary = self.path.with_name(f".{self.path.name}-{uuid.uuid4().hex}.tmp")
-                self._file = self._finish.enter_context(whole_file(self.path, temporary=temporary, durable=False))
+                self._file = self._finish.enter_context(whole_file(self.path, temporary=self._temporary, durable=False))
             self._file.write(json.dumps(line).encode() + b"\n")
         except OSError as error_:
             raise self._unwritable(error_) from error_
@@ -208,6 +234,14 @@ class Quarantine:
                 self._finish.close()
             except OSError as error:
                 raise self._unwritable(error) from error
+
+    def discard(self) -> None:
+        """Leave what is there under its name; nothing is written afterwards."""
+        with self._lock:
+            if self._file is not None and not self._is_closed:
+                self._file.close()
+                self._temporary.unlink(missing_ok=True)
+            self._is_closed = True
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,7 +61,7 @@ class SegmentIndex:
 
         Raises `UserError` under ``Overflow.ERROR`` for the first segment that is too long, and as `cut_units`.
         """
-        self.prepared, self.units = prepared, units
+        self.prepared, self.units, self._max_length = prepared, units, max_length
         self.ledger = Ledger.from_json(prepared.ledger.to_json())
         leaves = Leaves.of_rows(prepared)
         if units is UnitKind.NONE:
@@ -75,7 +76,8 @@ class SegmentIndex:
         if units is not UnitKind.NONE:
             self.prompt_lengths = prepared.store.root_lengths[self.sample_ids] - (self._start - self._head)
         self.held = self._find_held(leaves, max_length)
-        self.lost_rows = self._account(leaves, cuts, max_length)
+        self.lost_rows, self._lengths_of_lost = self._find_lost(leaves, cuts)
+        self._account(leaves, cuts)
         if units is UnitKind.FEEDBACK_KL:
             self._add_drawn(max_length)
 
@@ -136,6 +138,18 @@ class SegmentIndex:
             held=self.held if self.units is UnitKind.NONE and self.held.any() else None,
         )
 
+    def losses(self) -> Iterator[RowDropped]:
+        """Why each of ``lost_rows`` is lost, with its address; one at a time, for there may be millions."""
+        max_length = self._max_length
+        for row, length in zip(self.lost_rows.tolist(), self._lengths_of_lost.tolist(), strict=True):
+            address = self.prepared.address(row)
+            if length:
+                detail = f"{counted(length, 'token')}, data.max_length is {max_length}"
+                yield RowDropped("too_long", detail, address=address)
+            else:
+                detail = f"no target within data.max_length={max_length} tokens"
+                yield RowDropped("no_target_left", detail, address=address)
+
     def _take(self, leaves: Leaves, cuts: Cuts) -> None:
         whole, windows = cuts.whole, cuts.windows
         zeros = np.zeros_like(whole)
@@ -190,25 +204,29 @@ class SegmentIndex:
         self.num_targets[1::2] = 0
         self.held[1::2] = self.prompt_lengths[1::2]
 
-    def _account(self, leaves: Leaves, cuts: Cuts, max_length: int) -> Ints:
-        fits = leaves.lengths <= max_length
+    def _find_lost(self, leaves: Leaves, cuts: Cuts) -> tuple[Ints, Ints]:
+        """The rows of which nothing is left, and of each the longest leaf that is too long; 0: it lacks a target."""
         stays = np.zeros(len(self.prepared), dtype=np.bool_)
         stays[self.row_ids] = True
+        longest_dropped = np.zeros(len(self.prepared), dtype=np.int64)
+        too_long = (leaves.lengths > self._max_length) & (cuts.dropped | leaves.is_question)
+        np.maximum.at(longest_dropped, leaves.row[too_long], leaves.lengths[too_long])
+        lost = np.flatnonzero(~stays)
+        return lost, longest_dropped[lost]
+
+    def _account(self, leaves: Leaves, cuts: Cuts) -> None:
+        for error in self.losses():
+            self.ledger.lose_kept(error)
+        fits = leaves.lengths <= self._max_length
         used = np.zeros(len(leaves.row), dtype=np.bool_)
         used[self._leaf] = True
-        longest_dropped = np.zeros(len(self.prepared), dtype=np.int64)
-        too_long = ~fits & (cuts.dropped | leaves.is_question)
-        np.maximum.at(longest_dropped, leaves.row[too_long], leaves.lengths[too_long])
-        for row in np.flatnonzero(~stays).tolist():
-            self.ledger.lose_kept(_loss(int(longest_dropped[row]), max_length).at(self.prepared.address(row)))
-        lost_leaves = stays[leaves.row] & ~used
+        lost_leaves = ~np.isin(leaves.row, self.lost_rows) & ~used
         notes = Counter(cuts.notes)
         notes["leaf_too_long"] = int((lost_leaves & ~fits).sum())
         notes["leaf_without_target"] = int((lost_leaves & fits).sum())
         for what, count in notes.items():
             if count:
                 self.ledger.note(what, count)
-        return np.flatnonzero(~stays)
 
 
 def _in_trees_within(held: Ints, lengths: Ints, max_length: int) -> Ints:
@@ -228,12 +246,6 @@ def _in_trees_within(held: Ints, lengths: Ints, max_length: int) -> Ints:
                 held[segment] = 0
                 before = int(upto[segment] - lengths[segment])
     return held
-
-
-def _loss(too_long: int, max_length: int) -> RowDropped:
-    if too_long:
-        return RowDropped("too_long", f"{counted(too_long, 'token')}, data.max_length is {max_length}")
-    return RowDropped("no_target_left", f"no target within data.max_length={max_length} tokens")
 
 
 # --------------------------------------------------------------------------------------------------------------------

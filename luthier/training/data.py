@@ -110,7 +110,7 @@ def open_live_data(config: RunConfig, reader: FeedReader) -> RunData:
         max_drop=config.data.max_drop,
     )
     same = None if evaluation is None or own_eval else evaluation.prepared.sample_ids
-    rows = ArrivingRows(reader.portions("train"), store, arriving, held_out=same)
+    rows = ArrivingRows(reader.portions("train"), store, arriving, held_out=same, lost=reader.lost)
     rows.held_out = np.sort(hold_out_part(sum(facts.num_rows), 0, facts.num_tried, seed=config.runtime.seed))
     mixture = mixture_of(config, [source.weight for source in facts.sources])
     parts = [facts.identity, facts.encoder, repr(mixture), repr(rows.held_out.tolist()[:100])]
@@ -166,6 +166,11 @@ def _evaluation(
         return None
     rows = _prepared_of(portions, store.refresh(), sources)
     index = SegmentIndex(rows, max_length=config.data.max_length, overflow=config.data.overflow)
+    if reader.lost is not None:
+        for portion in portions:
+            for row in portion.lost:
+                reader.lost.add(row.error, split="eval", raw=row.raw)
+        reader.lost.add_all(index.losses(), split="eval")
     check_some_left("evaluation", index, config)
     return index
 

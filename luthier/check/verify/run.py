@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
@@ -32,7 +33,8 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError, RowForbidden
 from luthier.ledger import Ledger
-from luthier.preparation.prepare import prepare
+from luthier.preparation.prepare import PREVIEW_FILE, prepare
+from luthier.preparation.prepared import Quarantine
 from luthier.records import Conversation, Document, Row, Sample, Tokenized
 from luthier.templating.limits import TemplateSettings
 from luthier.writing import counted
@@ -100,7 +102,8 @@ def verify(
     choice = choose_rows(sources, options.sample, seed=config.runtime.seed)
     stored = None
     if options.stored:
-        stored = StoredSamples.of_split(prepare(config, reference), config, options.split)
+        with closing(Quarantine(config.output.dir / PREVIEW_FILE)) as lost:
+            stored = StoredSamples.of_split(prepare(config, reference, quarantine=lost), config, options.split)
     account = _Account(
         verifier=RowVerifier(
             reference,
