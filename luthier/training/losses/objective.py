@@ -27,6 +27,7 @@ from luthier.objectives.head import AnyHead, Head, LigerKernel, liger_is_install
 from luthier.objectives.hidden_loss import hidden_loss_sum
 from luthier.objectives.token_losses import TokenSettings
 from luthier.objectives.token_scores import TokenScores, token_scores, unfit
+from luthier.training.losses.plugin_losses import checked_losses
 from luthier.training.losses.step_losses import BothLosses, ObjectiveParts, Tell, first_inputs, token_settings
 from luthier.writing import counted
 
@@ -127,9 +128,11 @@ def _needs(parts: ObjectiveParts) -> submodules.MediaNeeds:
 
 
 def make_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
-    """What training minimises, and what is measured on held-out rows. Raises `ModelError`."""
-    found: BothLosses = OBJECTIVES[parts.config.objective.name].make_losses(parts, forward, tell)
-    return found
+    """What training minimises, and what is measured on held-out rows. Raises `ModelError`, and `PluginError`."""
+    name = parts.config.objective.name
+    make: Callable[..., BothLosses] = OBJECTIVES[name].make_losses
+    is_checked = name in OBJECTIVES.added() and not OBJECTIVES[name].on_policy
+    return checked_losses(make, parts, forward, tell) if is_checked else make(parts, forward, tell)
 
 
 class HiddenStates(nn.Module):
