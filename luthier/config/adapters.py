@@ -65,7 +65,6 @@ def check_adapter(draft: Draft) -> Iterator[Problem]:
     yield from _decided_before(draft)
     yield from _nothing_trained(draft)
     yield from _patterns(draft)
-    yield from _saved_as_plain_lora(draft)
     yield from _from_rows(draft)
     yield from _loftq(draft)
     yield from _quantized(draft)
@@ -120,23 +119,6 @@ def _patterns(draft: Draft) -> Iterator[Problem]:
             except ValueError as error:
                 what = f"{pattern} {error}"
                 yield draft.problem(f"adapter.{key}[{index}]", what, "name modules, such as q_proj")
-
-
-def _saved_as_plain_lora(draft: Draft) -> Iterator[Problem]:
-    adapter = draft.config.adapter
-    if adapter.use_dora and str(adapter.init_lora_weights).startswith(("pissa", *FROM_BASE_AND_ROWS)):
-        what = (
-            f"{adapter.init_lora_weights} is saved as a plain LoRA, which cannot hold the norms of "
-            f"{draft.cite('adapter.use_dora')}"
-        )
-        yield draft.problem("adapter.init_lora_weights", what, "keep one: use_dora: false, or init_lora_weights: true")
-    pattern = next((f"adapter.{key}" for key in ("rank_pattern", "alpha_pattern") if getattr(adapter, key)), None)
-    if adapter.use_rslora and pattern and str(adapter.init_lora_weights).startswith(MUTATING):
-        what = (
-            f"{adapter.init_lora_weights} is saved as a LoRA of twice the rank, which PEFT does not make with both "
-            f"{draft.cite('adapter.use_rslora')} and {draft.cite(pattern)}"
-        )
-        yield draft.problem("adapter.init_lora_weights", what, f"keep two: use_rslora: false, or remove {pattern}")
 
 
 def _from_rows(draft: Draft) -> Iterator[Problem]:

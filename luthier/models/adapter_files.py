@@ -5,16 +5,17 @@ from __future__ import annotations
 import ctypes
 import gc
 import hashlib
+import math
 import mmap
 import re
-import shutil
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import torch
 from peft import (
@@ -32,7 +33,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from peft.utils.other import TrainableTokensWrapper
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -335,7 +336,8 @@ def keep_initial_adapter(model: PeftModel, folder: Path) -> None:
     """Save the adapter as it was initialised: `save_adapter` subtracts it again. For `mutates_base` only."""
     settings = model.peft_config["default"]
     named, settings.init_lora_weights = settings.init_lora_weights, True
-    model.save_pretrained(str(folder))
+    with quiet_peft():
+        model.save_pretrained(str(folder))
     settings.init_lora_weights = named
     write_text(folder / _DIGEST, _digest(folder / SAFETENSORS_WEIGHTS_NAME))
 
@@ -395,24 +397,35 @@ def save_adapter(
     With ``initial`` (PiSSA, OLoRA) it becomes a plain LoRA of twice the rank, since ``B A - B0 A0`` is what was learned
     (Meng et al. 2024, appendix C of arXiv:2404.02948).
     """
-    if initial is None:
+    with quiet_peft():
         model.save_pretrained(str(folder), state_dict=weights, save_embedding_layers=saves_embeddings(model))
-        return
-    settings = model.peft_config["default"]
-    before = (settings.init_lora_weights, settings.r, settings.lora_alpha)
-    # PEFT rewrites the settings of the folder it compares with, so it gets a copy; its name is to have no dots
-    scratch = folder / "initial_adapter"
-    shutil.copytree(initial, scratch, dirs_exist_ok=True)
-    try:
-        with quiet_peft():
-            model.save_pretrained(
-                str(folder),
-                path_initial_model_for_weight_conversion=str(scratch),
-                save_embedding_layers=saves_embeddings(model),
-            )
-    finally:
-        settings.init_lora_weights, settings.r, settings.lora_alpha = before
-        shutil.rmtree(scratch)
+    if initial is not None:
+        scales = {f"{name}.": layer.scaling[model.active_adapter] for name, layer in linear_layers(model)}
+        _subtract(folder, initial, scales)
+
+
+def _subtract(folder: Path, initial: Path, scales: Mapping[str, float]) -> None:
+    """Make of a saved adapter what it has learned since ``initial``: each A has A0 below it, each B has -B0 beside it.
+    What is saved beside these matrices, as a module that is trained whole or DoRA's norms, stays: PEFT's own conversion
+    drops it. A base weight that is saved too, as the output layer's is, has what was taken out of it again."""
+    learned, first = (load_file(each / SAFETENSORS_WEIGHTS_NAME) for each in (folder, initial))
+    for name, matrix in learned.items():
+        layer = name.removesuffix("base_layer.weight")
+        if layer != name and layer in scales:
+            moved_OI = scales[layer] * (first[f"{layer}lora_B.weight"].float() @ first[f"{layer}lora_A.weight"].float())
+            learned[name] = (matrix.float() + moved_OI).to(matrix.dtype)
+        if "lora_A" in name or "lora_embedding_A" in name:
+            learned[name] = torch.cat([matrix, first[name].to(matrix)], dim=0)
+        elif "lora_B" in name or "lora_embedding_B" in name:
+            learned[name] = torch.cat([matrix, -first[name].to(matrix)], dim=1)
+    save_file(learned, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+    with quiet_peft():
+        settings: Any = PeftConfig.from_pretrained(str(folder))
+    larger = math.sqrt(2) if settings.use_rslora else 2  # which leaves alpha / r, or alpha / sqrt(r), as it was
+    settings.init_lora_weights, settings.r, settings.lora_alpha = True, 2 * settings.r, larger * settings.lora_alpha
+    settings.rank_pattern = {name: 2 * rank for name, rank in settings.rank_pattern.items()}
+    settings.alpha_pattern = {name: larger * alpha for name, alpha in settings.alpha_pattern.items()}
+    settings.save_pretrained(str(folder))
 
 
 def _check_fit(adapted: PeftModel, source: str, key: str = "adapter.name_or_path", *, name: str = "default") -> None:
@@ -460,14 +473,16 @@ def _misfit(source: str, why: str, key: str = "adapter.name_or_path") -> ModelEr
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Silence six warnings of PEFT: of how EVA could need less memory; of a property that transformers has renamed,
-    though both names say the same; of mutated base weights, given while PEFT does the conversion that the warning
-    advises; of its own settings for fused experts, which it applies, but looks for among modules only; of layers of
-    GPT-2's kind, for which it sets what they need; and of a layer whose weight is another's, too, which
-    `merge_adapter` gives one of its own."""
+    """Silence eight warnings of PEFT: of how EVA could need less memory; of a property that transformers has renamed,
+    though both names say the same; of mutated base weights, which are converted as the warning advises, and that PEFT's
+    own conversion could not take all of them; of an adapted embedding that is saved whole; of its own settings for
+    fused experts, which it applies, but looks for among modules only; of layers of GPT-2's kind, for which it sets what
+    they need; and of a layer whose weight is another's, too, which `merge_adapter` gives one of its own."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The following .*_pattern keys did not", category=RuntimeWarning)
         warnings.filterwarnings("ignore", message="lora with eva initialization used with", category=UserWarning)
+        warnings.filterwarnings("ignore", message="Using Rank-Stabilized LoRA with rank_pattern", category=UserWarning)
+        warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`", category=UserWarning)
         warnings.filterwarnings("ignore", message=".* changes the base weights of the model", category=UserWarning)
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False but", category=UserWarning)
         warnings.filterwarnings("ignore", message="Model (has|with) `tie_word_embeddings=True`", category=UserWarning)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from peft import EvaConfig, LoraConfig, OFTConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from luthier.config.adapters import FROM_BASE_AND_ROWS
+from luthier.config.adapters import FROM_BASE_AND_ROWS, MUTATING
 from luthier.config.choices import AdapterType, ModelPart
 from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
@@ -286,13 +289,12 @@ def _new_adapter(
             settings = VeraConfig(r=section.r, vera_dropout=section.lora_dropout, **common)
         case _:
             rows = _trainable_rows(model, section, targets, new_ids) or None
-            settings = _lora_config(model, section, trainable_token_indices=rows, **common)
+            with quiet_peft():
+                settings = _lora_config(model, section, trainable_token_indices=rows, **common)
             adapter_targets.adapt_experts(settings, model, section, parts)
     try:
         with quiet_peft():
             adapted = get_peft_model(model, settings)
-        _check_patterns(adapted, section)
-        return adapted
     except (ValueError, AssertionError) as error:  # ranks and block sizes that the layers do not allow
         if "ParamWrapper" not in str(error):
             raise ModelError(f"adapter.type {section.type}: {error}") from error
@@ -308,6 +310,9 @@ def _new_adapter(
         begins = f" with init_lora_weights {start}" if isinstance(start, str) else ""
         hint = "set adapter.type: lora with init_lora_weights: true, or name other modules in adapter.target_modules"
         raise ModelError(f"adapter.type {section.type}{begins}: {error}", hint=hint) from error
+    _check_patterns(adapted, section)
+    check_first_values(adapted, section)
+    return adapted
 
 
 def _lora_config(model: PreTrainedModel, section: AdapterConfig, **common: object) -> LoraConfig:
@@ -334,6 +339,31 @@ def _lora_config(model: PreTrainedModel, section: AdapterConfig, **common: objec
         alpha_pattern=dict(section.alpha_pattern),
         **common,
     )
+
+
+def check_first_values(adapted: nn.Module, section: AdapterConfig) -> None:
+    """Raise `ModelError` where ``adapter.init_lora_weights`` takes parts out of a weight that the model uses elsewhere,
+    or is not made for a layer: PEFT would leave it as any LoRA begins, or take its weight the wrong way round."""
+    start = str(section.init_lora_weights)
+    if section.type is not AdapterType.LORA or section.name_or_path is not None or not start.startswith(MUTATING):
+        return
+    uses = Counter(
+        id(weight) for module in adapted.modules() for weight in module._parameters.values() if weight is not None
+    )
+    for name, layer in adapted.named_modules():
+        if not isinstance(layer, LoraLayer) or isinstance(layer.get_base_layer(), nn.Embedding):
+            continue  # an embedding begins as any LoRA does
+        base, shown = layer.get_base_layer(), name.removeprefix("base_model.model.")
+        key, way = f"adapter.init_lora_weights is {start}", "or set adapter.init_lora_weights: true"
+        if isinstance(base, nn.Linear) and uses[id(base.weight)] > 1:
+            raise ModelError(
+                f"{key}, which takes a part out of the weight of {shown}, and the model uses this weight elsewhere "
+                "too, as its embedding",
+                hint=f"take {shown} out of adapter.target_modules, {way}",
+            )
+        if isinstance(base, Conv1D) and not start.startswith("pissa"):
+            what = f"{key}, which is made for linear layers, and {shown} ({type(base).__name__}) is none"
+            raise ModelError(what, hint=f"set adapter.init_lora_weights: pissa, {way}")
 
 
 def _check_patterns(adapted: PeftModel, section: AdapterConfig) -> None:

@@ -98,6 +98,8 @@ def layers_to_quantize(
     if section.type is QuantizationType.NONE:
         return {}
     linear = _linear(model)
+    if not (section.type.is_4bit or section.type is QuantizationType.INT8):  # torchao passes over those of GPT-2's kind
+        linear = {name: layer for name, layer in linear.items() if isinstance(layer, nn.Linear)}
     for wanted in map(re.escape, section.skip_modules):
         if all(should_convert_module(name, [wanted]) for name in linear):
             raise ModelError(
@@ -110,7 +112,9 @@ def layers_to_quantize(
         raise ModelError(
             f"model.quantization is {section.type}, and {type(model).__name__} has no linear layer of a class that "
             "transformers quantizes, beside its output layer and routers",
-            hint="remove model.quantization",
+            hint="remove model.quantization, or set it to nf4 or int8"
+            if _linear(model)
+            else "remove model.quantization",
         )
     return found
 

@@ -4,16 +4,18 @@ one round of it)."""
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import count
 
 import torch
-from peft import LoraConfig, PeftModel, initialize_lora_eva_weights
+from peft import LoraConfig, PeftModel, get_eva_state_dict, initialize_lora_eva_weights
 from peft.tuners.lora import LoraGAConfig, LoraLayer
 from peft.tuners.lora.corda import CordaEigens, collect_eigens_for_layer
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from luthier.collation import CollateSettings, MediaInputs, batch_of_packs
 from luthier.config.inputs import QuantizationConfig
@@ -39,14 +41,18 @@ def begin_by_activations(
 
     Raises `ModelError` where the rows are too few for the rank, or the directions do not settle.
     """
-    settings = model.peft_config["default"]
+    # PEFT would share the ranks of a pattern out among the layers: each gets as many directions, and takes its own
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer) and layer.lora_A}
+    rank = max(layer.r["default"] for layer in layers.values())
+    alike = copy.copy(model.peft_config["default"])
+    key = "adapter.r" if rank == alike.r else "the highest of adapter.rank_pattern"
+    alike.r, alike.rank_pattern = rank, {}
     batches = [forward.isolation.arranged(each, pad_token_id=how.pad_token_id) for each in _first(train, how, media)]
     fewest = min((int((routers.times_shown(batch) > 0).sum()) for batch in batches), default=0)
-    if fewest < settings.r:
+    if fewest < rank:
         raise ModelError(
             f"adapter.init_lora_weights is eva, and {ROWS_OF_BATCH} rows have "
-            f"{counted(fewest, 'token')}, fewer than adapter.r, "
-            f"{settings.r}",
+            f"{counted(fewest, 'token')}, fewer than {key}, {rank}",
             hint="set adapter.init_lora_weights: true, or a lower rank",
         )
     calls = count(1)
@@ -62,15 +68,18 @@ def begin_by_activations(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a batch of ours cannot be moved by PEFT, for one; we move it
-        initialize_lora_eva_weights(
+        directions = get_eva_state_dict(
             model,
             batches,
+            peft_config=alike,
             forward_fn=compute,
             prepare_model_inputs_fn=lambda batch, _: routers.times_shown(batch).to(forward.device) > 0,
             prepare_layer_inputs_fn=_shown,
             gather_distributed_inputs=False,
             show_progress_bar=False,
         )
+        own = {name: found[: layers[name].r["default"]] for name, found in directions.items()}
+        initialize_lora_eva_weights(model, eva_state_dict=own)
 
 
 def begin_by_weighted_parts(
@@ -186,9 +195,14 @@ def begin_by_what_is_rounded_away(model: PeftModel, config: RunConfig, vocabular
         whole = load_model(config.model_copy(update={"model": section}), vocabulary).model
         lost = [0.0, 0.0, 0.0]
         for name, layer in model.get_base_model().named_modules():
-            if isinstance(layer, LoraLayer) and "default" in layer.lora_A:
+            if isinstance(layer, LoraLayer) and "default" in layer.lora_A and _is_linear(layer.get_base_layer()):
                 lost = [a + b for a, b in zip(lost, _begin_layer(layer, whole.get_submodule(name)), strict=True)]
     settings.init_lora_weights = True
+    if not lost[0]:
+        raise ModelError(
+            "adapter.init_lora_weights is loftq, and none of the layers that are adapted is quantized",
+            hint="name other layers in adapter.target_modules, or set adapter.init_lora_weights: true",
+        )
     before, after, weights = (math.sqrt(each) for each in lost)
     return before / weights, after / weights
 
@@ -197,15 +211,26 @@ def begin_by_what_is_rounded_away(model: PeftModel, config: RunConfig, vocabular
 def _begin_layer(layer: LoraLayer, whole: nn.Module) -> tuple[float, float, float]:
     """Set A and B of one layer; gives the squared norms of what is lost, before and after, and of the weight."""
     A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    weight_OI = quantized.whole_weight(whole).to(A.device)
-    lost_OI = weight_OI - quantized.whole_weight(layer.get_base_layer())
+    weight_OI = _outputs_first(whole).to(A.device)
+    lost_OI = weight_OI - _outputs_first(layer.get_base_layer())
     rank, scale = len(A), layer.scaling["default"]
     left, sizes, right = torch.svd_lowrank(lost_OI, q=min(2 * rank, *lost_OI.shape), niter=8)
     roots = (sizes[:rank] / scale).sqrt()
-    A.copy_(roots[:, None] * right[:, :rank].T)
+    # where nothing is lost, as in a layer that keeps its bits, B is 0 and A stays: two matrices of 0 learn nothing
+    A.copy_(torch.where(roots[:, None] > 0, roots[:, None] * right[:, :rank].T, A))
     B.copy_(left[:, :rank] * roots)
     rest_OI = lost_OI - scale * (B.float() @ A.float())
     return float(lost_OI.square().sum()), float(rest_OI.square().sum()), float(weight_OI.square().sum())
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear | Conv1D)  # and neither experts in one tensor nor an embedding
+
+
+def _outputs_first(layer: nn.Module) -> torch.Tensor:
+    """The weight of a linear layer, of GPT-2's kind too, whose weight has the inputs first."""
+    weight = quantized.whole_weight(layer)
+    return weight.T if isinstance(layer, Conv1D) else weight
 
 
 def _first(train: Segments, how: CollateSettings, media: MediaInputs | None) -> list[Batch]:

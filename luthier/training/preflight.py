@@ -284,6 +284,8 @@ def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem
                 f"{draft.cite('adapter.freeze_trainable_modules')} names {name}, which is the same weight as {first}: "
                 "both are trained"
             )
+        start = lambda: adapters.check_first_values(adapted[0], config.adapter)  # noqa: E731
+        yield from draft.told("adapter.init_lora_weights", start)
         yield from draft.told("train.learning_rates", lambda: rate_factors(adapted[0], config))
         yield from draft.told("adapter.freeze_trainable_modules", lambda: check_blocks(adapted[0], config))
     if config.runtime.sharding is Sharding.FSDP and adapted:

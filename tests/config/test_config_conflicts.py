@@ -196,16 +196,6 @@ CONFLICTS = [
         ("run.yaml:4 adapter.init_lora_weights: ", "runtime.sharding (line 5)"),
     ),
     (
-        "adapter: {type: lora, init_lora_weights: olora, use_rslora: true, rank_pattern: {q_proj: 4}}",
-        "",
-        ("run.yaml:4 adapter.init_lora_weights: ", "adapter.use_rslora (line 4)", "adapter.rank_pattern (line 4)"),
-    ),
-    (
-        "adapter: {type: lora, init_lora_weights: corda, use_dora: true}",
-        "",
-        ("run.yaml:4 adapter.init_lora_weights: ", "adapter.use_dora (line 4)"),
-    ),
-    (
         "adapter: {type: lora, init_lora_weights: lora_ga}\nobjective: dpo",
         "",
         ("run.yaml:4 adapter.init_lora_weights: ", "dpo compares with the model", "lora_ga changes its base"),
@@ -235,11 +225,6 @@ CONFLICTS = [
     ),
     ("adapter: freeze", "", ("run.yaml:4 adapter.type: ", "all weights are frozen", "freeze_trainable_layers: 2")),
     ("adapter: {type: freeze, freeze_trainable_layers: 0}", "", ("run.yaml:4 adapter.type: ", "(line 4) is 0")),
-    (
-        "adapter:\n  type: lora\n  init_lora_weights: pissa\n  use_dora: true",
-        "",
-        ("run.yaml:6 adapter.init_lora_weights: ", "adapter.use_dora (line 7)"),
-    ),
     (
         "output:\n  overwrite: true\n  resume: ./checkpoint",
         "",
@@ -288,6 +273,8 @@ def test_what_belongs_together_is_accepted() -> None:
     assert told("", "  mixture: {by: epochs, temperature: null, stop: all}\n") == []
     assert told("train: {lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr_rate: 0.1}}") == []
     assert told("adapter: {type: lora, r: 8, init_lora_weights: pissa, loraplus_lr_ratio: 16}") == []
+    assert told("adapter: {type: lora, init_lora_weights: pissa, use_dora: true}") == []
+    assert told("adapter: {type: lora, init_lora_weights: olora, use_rslora: true, rank_pattern: {q_proj: 4}}") == []
     assert told("adapter: {type: freeze, freeze_trainable_layers: -2}") == []
     assert told("adapter: {type: freeze, freeze_trainable_modules: '*norm*'}") == []
     assert told("adapter: {type: oft, oft_block_size: 8, merge: true}") == []
