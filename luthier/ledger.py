@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ MAX_EXAMPLES = 5
 """How many messages, each with its address, are kept for a reason. ``quarantine.jsonl`` has every row that is lost, but
 for those whose media are lost in a run: they are in ``lost_media.jsonl``."""
 
+HELD_OUT, SAME_AS_HELD_OUT = "held_out", "same_as_held_out"  # notes of a ledger of training rows
 _SHORTER = "raise data.max_length, choose another data.overflow"
 _FIX = "fix the rows; docs/errors.md says what this reason means"
 # The way out where rows are lost for a reason that is rather one of the run description.
@@ -23,7 +25,7 @@ _WAYS = {
     "still_too_long": "raise data.max_length",
     "no_target_left": "raise data.max_length, or set data.overflow: split",
     "no_target": "look at template.train_on, and at train: false and weight: 0 in the row",
-    "same_as_held_out": "the same row is evaluated on: take out the row, or leave it",
+    SAME_AS_HELD_OUT: "the same row is evaluated on: take out the row, or leave it",
     "objective": "choose the objective that these rows are for, or name the rows that this one needs",
     "missing_column": "say which columns of the file are what: columns of the data set, or its format",
     "media_missing": "say where the files are: media_root of the data set",
@@ -35,6 +37,14 @@ _KEYS = {"too_long": "data.max_length", "objective": "objective"}  # whose value
 def way_out(reason: str) -> str:
     """What a user can do about rows that are lost for this reason."""
     return _WAYS.get(reason, _FIX)
+
+
+def rows_beside(notes: Mapping[str, int]) -> str:
+    """The rows that were read and are not among those of a ledger of training rows, which the notes count: ``", and
+    besides 6 are held out"``; "" where there are none."""
+    held_out, same = notes.get(HELD_OUT, 0), notes.get(SAME_AS_HELD_OUT, 0)
+    told = f", and besides {counted(held_out, 'is', 'are')} held out" if held_out else ""
+    return f"{told}, {counted(same, 'left out that is', 'left out that are')} the same" if same else told
 
 
 @dataclass(kw_only=True, slots=True)

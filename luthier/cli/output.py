@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.text import Text
 
 from luthier.errors import ConfigError, UserError, install_hint
+from luthier.ledger import SAME_AS_HELD_OUT
 from luthier.library import Listener, Remark
 from luthier.terminal import Terminal
 from luthier.writing import counted, to_json, write_text
@@ -173,11 +174,14 @@ def listening(console: Console, heard: Listener | None = None) -> Iterator[Liste
 
 
 def tell_preparation(loaded: Loaded, console: Console) -> None:
-    """One line: how many rows, how many of them new, how long it took; and where the lost ones are."""
+    """One line: how many rows, what they are for, how many of them are new, how long it took; and where the lost ones
+    are."""
     prepared = loaded.prepared
+    uses = _uses(loaded)
     text = Text.assemble(
         ("Prepared ", "bold"),
         f"{counted(prepared.num_encoded + prepared.num_reused, 'row')} in {loaded.seconds:.1f} s",
+        f": {', '.join(uses)}" if len(uses) > 1 else "",
         (f"   {prepared.num_encoded:,} encoded, {prepared.num_reused:,} from the store", "dim"),
     )
     console.print(text)
@@ -185,6 +189,17 @@ def tell_preparation(loaded: Loaded, console: Console) -> None:
         console.print(Text(f"  {remark}", style="dim"))
     if prepared.quarantine is not None:
         console.print(Text.assemble(("  lost rows are in ", "yellow"), str(prepared.quarantine)))
+
+
+def _uses(loaded: Loaded) -> list[str]:
+    """What the prepared rows are for; these numbers add up to theirs."""
+    train, held_out = loaded.train, loaded.held_out
+    cut_away = len(train.lost_rows) + (0 if held_out is None else len(held_out.lost_rows))
+    same = train.ledger.notes[SAME_AS_HELD_OUT]
+    uses = [f"{train.ledger.prepared:,} to train on"]
+    uses += [] if held_out is None else [f"{held_out.ledger.prepared:,} to evaluate on"]
+    uses += [f"{same:,} left out as the same are evaluated on"] if same else []
+    return uses + ([f"{cut_away:,} lost to data.max_length"] if cut_away else [])
 
 
 def _remarks(prepared: Prepared) -> list[str]:

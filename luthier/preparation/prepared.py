@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import RowDropped, RowError, UserError
-from luthier.ledger import Ledger, way_out
+from luthier.ledger import HELD_OUT, SAME_AS_HELD_OUT, Ledger, way_out
 from luthier.packing.order import hold_out_part
 from luthier.records import Address, Ints, Sample
 from luthier.store.store import SampleStore
@@ -102,12 +102,9 @@ class Prepared:
     quarantine: Path | None
 
 
-SAME_AS_HELD_OUT = "same_as_held_out"
-
-
 def same_as_held_out(address: Address) -> RowDropped:
     """Why a training row is left out whose content is evaluated on."""
-    return RowDropped(SAME_AS_HELD_OUT, "the same row is among the held-out rows", address=address)
+    return RowDropped("same_as_held_out", "the same row is among the held-out rows", address=address)
 
 
 def hold_out(
@@ -137,7 +134,7 @@ def hold_out(
     train_ledger = Ledger.from_json(whole.ledger.to_json())
     train_ledger.read -= int(same.sum())
     train_ledger.prepared -= int(same.sum())
-    train_ledger.note("held_out", len(held))
+    train_ledger.note(HELD_OUT, len(held))
     if same.sum() > len(held):
         train_ledger.note(SAME_AS_HELD_OUT, int(same.sum()) - len(held))
     rows = np.flatnonzero(~same)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from luthier.config.schema import RunConfig
 from luthier.errors import UserError
-from luthier.ledger import Ledger
+from luthier.ledger import HELD_OUT, Ledger
 from luthier.loader.feed import FeedReader
 from luthier.loader.numbered_rows import ArrivalSettings, ArrivingRows, RowTable
 from luthier.loader.settings import mixture_of, units_of
@@ -111,6 +111,8 @@ def open_live_data(config: RunConfig, reader: FeedReader) -> RunData:
     )
     same = None if evaluation is None or own_eval else evaluation.prepared.sample_ids
     rows = ArrivingRows(reader.portions("train"), store, arriving, held_out=same, lost=reader.lost)
+    if facts.num_eval_rows and not own_eval:
+        rows.ledger.note(HELD_OUT, facts.num_eval_rows)
     rows.held_out = np.sort(hold_out_part(sum(facts.num_rows), 0, facts.num_tried, seed=config.runtime.seed))
     mixture = mixture_of(config, [source.weight for source in facts.sources])
     parts = [facts.identity, facts.encoder, repr(mixture), repr(rows.held_out.tolist()[:100])]

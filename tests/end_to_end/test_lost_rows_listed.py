@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tracemalloc
 from collections import Counter
@@ -14,6 +15,7 @@ import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import luthier
+from luthier.cli.main import app
 from luthier.config.choices import Overflow
 from luthier.errors import BudgetError, RowDropped
 from luthier.preparation.prepared import PreparedSet, Quarantine
@@ -135,6 +137,43 @@ def test_rows_of_both_sides_and_those_that_are_evaluated_on_are_listed(
     trained = result.ledger["trained"]
     held_out = result.eval_data.segments if result.eval_data else 0
     assert trained + held_out + len(found) == ROWS + REPEATED
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_the_figures_of_rows_that_are_told_add_up(
+    described: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], when: str
+) -> None:
+    rows = Path(described["data"]["train"])
+    lines = rows.read_text(encoding="utf-8").splitlines()
+    rows.write_text("\n".join([*lines, *lines[:REPEATED]]) + "\n", encoding="utf-8")
+    described["data"] |= {"prepare": when, "eval_split": 12}
+    run = tmp_path / "run.yaml"
+    run.write_text(json.dumps(described), encoding="utf-8")
+    app(["train", str(run)], standalone_mode=False)
+    told = " ".join(capsys.readouterr().out.split())
+    (read, trained, dropped, quarantined, besides), *_ = re.findall(
+        r"([\d,]+) read = ([\d,]+) trained \+ (\d+) dropped \+ (\d+) quarantined, and besides (\d+) are held out", told
+    )
+    assert int(read) == int(trained) + int(dropped) + int(quarantined) and int(besides) == 12
+    if when == "before":
+        (whole, train, held_out, same, cut), *_ = re.findall(
+            r"Prepared (\d+) rows in \S+ s: (\d+) to train on, (\d+) to evaluate on, (\d+) left out as the same are "
+            r"evaluated on, (\d+) lost to data.max_length", told
+        )  # fmt: skip
+        assert int(whole) == int(train) + int(held_out) + int(same) + int(cut) == ROWS + REPEATED - 3
+        assert train == trained
+        assert f", and besides 12 are held out, {same} left out that are the same" in told
+
+
+def test_where_all_rows_are_trained_on_one_figure_is_told(
+    described: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    described["data"]["train"] = [{"path": described["data"]["train"], "slice": ":4"}]
+    run = tmp_path / "run.yaml"
+    run.write_text(json.dumps(described), encoding="utf-8")
+    app(["prepare", str(run)], standalone_mode=False)
+    told = capsys.readouterr().out
+    assert re.search(r"Prepared 4 rows in \S+ s   4 encoded", told) and "besides" not in told
 
 
 @pytest.mark.parametrize(("overflow", "lost"), [("truncate", 0), ("split", 0), ("drop", len(LONG))])

@@ -15,6 +15,7 @@ from rich.text import Text
 from luthier.check.plan.costs import DataPlan, DrawingPlan, LongRow, MediaCount, RunPlan
 from luthier.check.plan.estimate import GIB, Device, Estimate, Memory
 from luthier.check.plan.stats import Distribution, SourceStats, Stats
+from luthier.ledger import rows_beside
 from luthier.packing.settings import UnitKind
 from luthier.rendering.messages import PLURAL
 from luthier.terminal import facts_table, plain_table
@@ -53,6 +54,7 @@ def ledger_line(ledger: Mapping[str, Any]) -> Group:
             (f"{ledger['prepared']:,}", "bold green"), " prepared + ",
             (f"{dropped:,}", "bold yellow" if dropped else "dim"), " dropped + ",
             (f"{quarantined:,}", "bold red" if quarantined else "dim"), " quarantined",
+            (rows_beside(ledger["notes"]), "dim"),
         )
     ]  # fmt: skip
     for book, style in (("dropped", "yellow"), ("quarantined", "red")):

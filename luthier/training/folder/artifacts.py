@@ -16,6 +16,7 @@ from luthier.config.objective import LOSSES, OBJECTIVES
 from luthier.config.schema import RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import TokenizerError
+from luthier.ledger import rows_beside
 from luthier.media import PROCESSOR_FILES
 from luthier.models.adapter_files import save_adapter
 from luthier.training.report.result import RunResult
@@ -179,7 +180,8 @@ def _data(result: RunResult) -> list[tuple[str, str]]:
         lost = sum(ledger["dropped"].values()) + sum(ledger["quarantined"].values())
         waiting = ledger["not_yet_trained"]
         unseen = f"{waiting:,} prepared but not yet trained, " if waiting else ""
-        what = f"{ledger['trained']:,} trained, {unseen}{lost:,} dropped or quarantined"
+        besides = rows_beside(ledger.get("notes", {}))
+        what = f"{ledger['trained']:,} trained, {unseen}{lost:,} dropped or quarantined{besides}"
         rows.append(("rows read", f"{ledger['read']:,} ({what})"))
     if drawn := result.answers:
         lost = sum(drawn["dropped"].values())

@@ -20,6 +20,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from luthier.ledger import rows_beside
 from luthier.terminal import facts_table, plain_table
 from luthier.training.report import plots
 from luthier.training.report.drawn_answers import AnswersOfRun, answers_of_run, numbers_of, page_templates
@@ -238,13 +239,13 @@ def _change(name: str, rounds: tuple[GenerationRound, ...]) -> Text:
     return Text.assemble(before, (f"{last.scores[name]:.4g}", "bold"), (told, "dim"))
 
 
-def _rows(ledger: Mapping[str, object]) -> Text:
+def _rows(ledger: Mapping[str, Any]) -> Text:
     dropped, quarantined, waiting = ledger["dropped"], ledger["quarantined"], ledger["not_yet_trained"]
     return Text.assemble(
         f"{ledger['read']:,} read = {ledger['trained']:,} trained + ",
         (f"{waiting:,} not yet trained + " if waiting else "", "yellow"),
         (f"{dropped:,} dropped", "yellow" if dropped else ""), " + ",
-        (f"{quarantined:,} quarantined", "red" if quarantined else ""),
+        (f"{quarantined:,} quarantined", "red" if quarantined else ""), (rows_beside(ledger["notes"]), "dim"),
     )  # fmt: skip
 
 
