@@ -64,18 +64,23 @@ FLASH = frozenset({"flash_attention_2", "flash_attention_3"})
 FLASH_CAPABILITY = (8, 0)  # Ampere
 _PRODUCTS = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 REWARD_HEAD = "score"  # transformers' name for the module that makes a reward of a hidden state
+RANDOM_WEIGHTS = "random weights"  # how the note of a model begins that was not loaded
 NEW_HEAD = "a new reward head"  # how the note begins that tells of one with random weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model in training mode, on the CPU, and how it came to be. ``source`` is what was loaded from."""
+    """A model in training mode, on the CPU, and how it came to be. ``source`` is what was loaded from.
+
+    first_values  those of the notes that tell with which values weights begin, which a checkpoint replaces
+    """
 
     model: PreTrainedModel
     source: str
     attn_implementation: str
     random_weights: bool
     notes: tuple[str, ...]
+    first_values: tuple[str, ...] = ()
 
     @property
     def varlen(self) -> bool:
@@ -106,10 +111,12 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
         torch.manual_seed(config.runtime.seed)
         fit_unborn(model_config, vocabulary, notes)
         model = _build(config, model_config, attention, dtype)
-        notes.append(f"random weights, seed {config.runtime.seed}")
+        notes.append(f"{RANDOM_WEIGHTS}, seed {config.runtime.seed}")
     else:
         model = _load(config, source, model_config, attention, dtype, notes)
-    fit_vocabulary(model, section, vocabulary, notes)
+    first = [note for note in notes if note.startswith((RANDOM_WEIGHTS, NEW_HEAD))]
+    resized = fit_vocabulary(model, section, vocabulary)
+    notes += resized
     choose_experts(model, section.experts_implementation)
     if is_reward_model(config):
         model.config.get_text_config().pad_token_id = vocabulary.pad_token_id  # as transformers finds the last token
@@ -124,6 +131,7 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
         attn_implementation=text_attention(model),
         random_weights=random_init,
         notes=tuple(notes),
+        first_values=(*first, *resized),
     )
 
 

@@ -88,9 +88,10 @@ def check_padding(model_config: PretrainedConfig, section: ModelConfig) -> None:
         )
 
 
-def fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Vocabulary, notes: list[str]) -> None:
+def fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Vocabulary) -> list[str]:
     """Give the embedding a row for each added token: a new one, or one that it has had to spare. Rows of new tokens
-    start as the mean of the old ones, or of those that describe them, with noise if that is asked for.
+    start as the mean of the old ones, or of those that describe them, with noise if that is asked for. What is worth a
+    note comes back.
 
     Raises `ModelError` if the tokenizer has others that it lacks."""
     rows = model.get_input_embeddings().weight.shape[0]
@@ -98,7 +99,7 @@ def fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Voc
     old = min(spare, default=rows)
     if vocabulary.size <= rows:
         _begin(model, spare, vocabulary, old=old, noise=section.new_token_noise)
-        return  # more rows than ids is usual: tables are padded to round sizes
+        return []  # more rows than ids is usual: tables are padded to round sizes
     if not (section.add_tokens or section.add_special_tokens):
         raise ModelError(
             f"the tokenizer has {counted(vocabulary.size, 'id')}, the embedding of "
@@ -112,7 +113,7 @@ def fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Voc
     noise = f", with noise of {section.new_token_noise:g} times the spread" if section.new_token_noise else ""
     begun = described if vocabulary.described else ""
     start = f"the new ones start {begun}as the mean of the old ones{noise}"
-    notes.append(f"embedding resized from {rows:,} to {counted(vocabulary.size, 'row')}; {start}")
+    return [f"embedding resized from {rows:,} to {counted(vocabulary.size, 'row')}; {start}"]
 
 
 def _begin(model: PreTrainedModel, numbers: list[int], vocabulary: Vocabulary, *, old: int, noise: float) -> None:

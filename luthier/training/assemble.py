@@ -27,7 +27,7 @@ from luthier.errors import ModelError
 from luthier.loader.plan import StreamPlan
 from luthier.loader.settings import check_reward_columns, eval_settings, media_of, shares_prompts, units_of
 from luthier.models import adapter_files, adapter_targets, adapters, quantized, sharding, submodules
-from luthier.models.model import LoadedModel, load_model, quantize_whole, run_precision
+from luthier.models.model import RANDOM_WEIGHTS, LoadedModel, load_model, quantize_whole, run_precision
 from luthier.models.vocabulary import Vocabulary, rows_left_out
 from luthier.objectives.policy_losses import Advantage
 from luthier.packing.settings import Segments
@@ -86,8 +86,18 @@ class RunModel:
         text_config.use_cache = during
 
 
-def make_model(config: RunConfig, tokenizer: Tokenizer, world: streams.World, note: Callable[[str], None]) -> RunModel:
-    """Load the model, put the adapter on, and say what was decided; the same weights on all ranks, at every start."""
+def make_model(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    world: streams.World,
+    note: Callable[[str], None],
+    *,
+    resume: Path | None = None,
+) -> RunModel:
+    """Load the model, put the adapter on, and say what was decided; the same weights on all ranks, at every start.
+
+    ``resume``: the checkpoint whose weights will take the place of these first ones.
+    """
     vocabulary = Vocabulary.of(tokenizer, config.model.token_descriptions)
     loaded = load_model(config, vocabulary)
     use_cache = bool(loaded.model.config.get_text_config().use_cache)
@@ -106,7 +116,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: streams.World, no
     loaded = quantize_whole(loaded, config)
     loaded.model.config.get_text_config().use_cache = False  # from here on: a cache would be a graph for each layer
     for decision in _standing_notes(config, loaded):
-        note(f"model: {decision}")
+        note(f"model: {_as_resumed(decision, loaded, is_adapter=is_adapter, resume=resume)}")
     set_seed(config.runtime.seed)  # the adapter's initial values
     model = adapters.apply_adapter(loaded.model, config.adapter, new_ids=vocabulary.new_ids)
     if OBJECTIVES[config.objective.name].on_policy and (dropped := numerics.without_dropout(model)):
@@ -359,6 +369,15 @@ def summarise_model(setup: RunSetup, trainer: Trainer) -> ModelSummary:
         adapter=adapters.adapter_facts(model),
         notes=_standing_notes(config, loaded),
     )
+
+
+def _as_resumed(decision: str, loaded: LoadedModel, *, is_adapter: bool, resume: Path | None) -> str:
+    """A note of a model as it is true of a run that goes on from a checkpoint."""
+    if resume is None or decision not in loaded.first_values:
+        return decision
+    if is_adapter and decision.startswith(RANDOM_WEIGHTS):  # the base keeps them
+        return f"{decision}; the adapter's are those of {resume.name}"
+    return f"when the run began, {decision}; now the weights of {resume.name}"
 
 
 def _standing_notes(config: RunConfig, loaded: LoadedModel) -> tuple[str, ...]:

@@ -190,7 +190,7 @@ def _set_up(
         config=config,
         tokenizer=tokenizer,
         data=data,
-        run_model=make_model(config, tokenizer, world, hooks.note),
+        run_model=make_model(config, tokenizer, world, hooks.note, resume=resume),
         schedule=schedule,
         hooks=hooks,
         resume=resume,

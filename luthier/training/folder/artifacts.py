@@ -19,6 +19,7 @@ from luthier.errors import TokenizerError
 from luthier.ledger import rows_beside
 from luthier.media import PROCESSOR_FILES
 from luthier.models.adapter_files import save_adapter
+from luthier.models.model import RANDOM_WEIGHTS
 from luthier.training.report.result import RunResult
 from luthier.writing import counted
 
@@ -166,7 +167,7 @@ def model_card(result: RunResult, config: RunConfig) -> str:
 
 
 def _intro(result: RunResult, base: str, *, is_adapter: bool) -> list[str]:
-    random = any(note.startswith("random weights") for note in result.model.notes)
+    random = any(note.startswith(RANDOM_WEIGHTS) for note in result.model.notes)
     start = f"`{base}` with random weights" if random else f"`{base}`"
     what = f"A {result.adapter} adapter for {start}" if is_adapter else f"{start}, trained ({result.adapter})"
     ended = "" if result.ended == "completed" else f" Training was {result.ended.replace('_', ' ')}."
