@@ -70,10 +70,8 @@ NEW_HEAD = "a new reward head"  # how the note begins that tells of one with ran
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model in training mode, on the CPU, and how it came to be. ``source`` is what was loaded from.
-
-    first_values  those of the notes that tell with which values weights begin, which a checkpoint replaces
-    """
+    """A model in training mode, on the CPU, and how it came to be. ``source`` is what was loaded from, ``first_values``
+    are those of the notes that tell of values which a checkpoint replaces."""
 
     model: PreTrainedModel
     source: str
