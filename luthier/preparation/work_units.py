@@ -10,8 +10,8 @@ import hashlib
 import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -275,7 +275,7 @@ class LostEntry(msgspec.Struct, frozen=True, array_like=True):
 class UnitResult(msgspec.Struct, frozen=True, array_like=True):
     """The rows of a unit. Arrays are bytes: ``row_numbers`` int64[n], less the lines before the unit; ``keys``
     uint8[n, 32]; ``file_ids`` int64[n], index into ``files``, both empty where all rows are of the unit's own file;
-    ``id_digests`` uint64[n], or empty where no row has an id."""
+    ``id_digests`` uint64[n], or empty where no row has an id. ``worded_by``: the code that told why rows are lost."""
 
     num_lines: int
     row_numbers: bytes
@@ -285,6 +285,7 @@ class UnitResult(msgspec.Struct, frozen=True, array_like=True):
     notes: dict[str, int]
     lost: tuple[LostEntry, ...]
     id_digests: bytes
+    worded_by: str = ""
 
     @classmethod
     def of(cls, unit: CutUnit, portions: Sequence[ResolvedPortion], files: Sequence[str]) -> UnitResult:
@@ -307,6 +308,7 @@ class UnitResult(msgspec.Struct, frozen=True, array_like=True):
             notes=dict(notes),
             lost=tuple(lost),
             id_digests=_id_digests(portions).tobytes(),
+            worded_by=code_digest() if lost else "",
         )
 
     def __len__(self) -> int:
@@ -377,15 +379,32 @@ class RememberedUnits:
         self._disk.make_folder(self._folder)
 
     def find(self, digest: str, store: SampleStore) -> bytes | None:
-        """The encoded result of a unit with the same bytes, if there is a sound one and the store has all of it."""
+        """The encoded result of a unit with the same bytes, if there is a sound one and the store has all of it.
+
+        Its lost rows are encoded again where other code told why: reasons and words are those of the Luthier that runs.
+        """
         encoded = self._disk.read_sealed(self._folder / digest)
-        with suppress(StoreError):  # what another version of Luthier wrote is encoded again
-            return None if encoded is None or decode_result(encoded).sample_ids(store) is None else encoded
-        return None
+        if encoded is None:
+            return None
+        try:
+            result = decode_result(encoded)
+        except StoreError:  # what another version of Luthier wrote is encoded again
+            return None
+        is_old = bool(result.lost) and result.worded_by != code_digest()
+        return None if is_old or result.sample_ids(store) is None else encoded
 
     def keep(self, digest: str, encoded: bytes) -> None:
         """Keep the result of a unit with these bytes. Raises `StoreError`."""
         self._disk.publish_sealed(self._folder / digest, encoded)
+
+
+@cache
+def code_digest() -> str:
+    """Of the package's own code. A version number would not do, as a clone that is updated may keep it."""
+    digest = xxhash.xxh3_128()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def decode_result(encoded: bytes) -> UnitResult:
