@@ -343,7 +343,7 @@ def _callbacks(setup: RunSetup, parts: TrainerParts, *, evaluates: bool) -> list
     measured = (*parts.measured, *RouterBalance(parts.losses).measured)
     callbacks: list[TrainerCallback] = [
         Flow(config, setup.schedule, evaluates=evaluates, asked_to_stop=hooks.stop.agreed),
-        Journal(parts.meter, measured, hooks.tell),
+        Journal(parts.meter, measured, hooks.tell, lambda: setup.schedule.total_steps),
     ]
     if not OPTIMIZERS[config.train.optim].in_backward:  # which leaves no gradient to be looked at
         callbacks.append(Unreached(hooks.tell))

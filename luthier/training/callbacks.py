@@ -170,19 +170,23 @@ class Unreached(TrainerCallback):  # type: ignore[misc]
 class Journal(TrainerCallback):  # type: ignore[misc]
     """Turns what the loop reports into records and tells the listeners."""
 
-    def __init__(self, meter: Meter, measured: tuple[str, ...], tell: EventListener) -> None:
-        """``measured``: the names of what is reported beside the loss."""
+    def __init__(
+        self, meter: Meter, measured: tuple[str, ...], tell: EventListener, total_steps: Callable[[], int]
+    ) -> None:
+        """``measured``: the names of what is reported beside the loss. ``total_steps``: of the run, as far as it is
+        known by now."""
         self.meter = meter
         self.measured = measured
         self.tell = tell
+        self.total_steps = total_steps
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Say where training begins; the clock starts here."""
         self.meter.drain()
-        self.tell(Started(step=state.global_step, max_steps=state.max_steps))
+        self.tell(Started(step=state.global_step, max_steps=self.total_steps()))
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        self.tell(StepDone(step=state.global_step))
+        self.tell(StepDone(step=state.global_step, max_steps=max(state.global_step, self.total_steps())))
 
     def on_log(
         self,

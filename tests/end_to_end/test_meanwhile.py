@@ -23,7 +23,7 @@ from luthier.presets import dataset_rows
 from luthier.records import Address
 from luthier.training.data import open_live_data
 from luthier.training.fit import fit_data
-from luthier.training.report.events import Event, EventListener, StepDone
+from luthier.training.report.events import Event, EventListener, Started, StepDone
 from luthier.training.report.result import RunResult
 from luthier.training.trainer import Trainer
 from tests.programs import start_program
@@ -116,6 +116,20 @@ def test_a_finished_run_started_again_trains_no_further(
     assert again.resumed_from == f"checkpoint-{result.global_step}"
     assert (again.global_step, again.max_steps) == (result.global_step, result.max_steps)
     assert losses(again) == losses(result)
+
+
+@pytest.mark.parametrize("expected", [3, 10_000])
+def test_a_view_hears_how_many_steps_there_are_once_that_is_known(
+    cold: tuple[RunResult, Path], rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: int
+) -> None:
+    result, store = cold
+    monkeypatch.setattr(StreamPlan, "_expected_steps", lambda *_: (expected, False))
+    heard: list[Event] = []
+    train(load_config(str(write_config(tmp_path, rows, store))), on_event=heard.append)
+    (started,) = (event for event in heard if isinstance(event, Started))
+    done = [event for event in heard if isinstance(event, StepDone)]
+    assert started.max_steps in (expected, result.max_steps) and all(event.step <= event.max_steps for event in done)
+    assert (done[-1].step, done[-1].max_steps) == (result.max_steps, result.max_steps)
 
 
 def test_a_warm_store_gives_the_same_run(cold: tuple[RunResult, Path], rows: Path, tmp_path: Path) -> None:

@@ -55,7 +55,15 @@ ROUND = GenerationRound(step=2, records=(ANSWER,), seconds=0.1)
 
 def test_the_log_reads_back_as_what_was_written(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "log.jsonl", step=-1)
-    for event in (Started(step=0, max_steps=4), _step(1), StepDone(step=1), _step(2), EVAL, ROUND, Note(text="n")):
+    for event in (
+        Started(step=0, max_steps=4),
+        _step(1),
+        StepDone(step=1, max_steps=4),
+        _step(2),
+        EVAL,
+        ROUND,
+        Note(text="n"),
+    ):
         log(event)
     assert read_log(tmp_path / "log.jsonl") == ((_step(1), _step(2)), (EVAL,), (ROUND,))
     assert read_log(tmp_path / "none.jsonl") == ((), (), ())
@@ -139,6 +147,16 @@ def test_lines_are_printed_at_intervals_and_the_last_step_always() -> None:
     ]
 
 
+def test_the_number_of_steps_is_the_one_that_is_known_by_now() -> None:
+    stream, console = io.StringIO(), Console(file=io.StringIO(), force_terminal=True, width=160)
+    for view in (PlainLines(stream), ProgressBar(console)):
+        view(Started(step=0, max_steps=4))
+        view(StepDone(step=5, max_steps=6))
+        view(_step(5))
+        view(Finished(step=5))
+    assert "step 5/6 " in stream.getvalue() and "5/6" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def compared(step: int, *, chosen: float, right: float, **more: float) -> EvalRecord:
     measures = {"rewards/chosen": chosen, "rewards/rejected": -chosen, "rewards/accuracies": right, **more}
     return EvalRecord(
@@ -174,7 +192,7 @@ def test_the_bar_shows_the_numbers_and_is_closed() -> None:
     bar(Note(text="model: [odd] markup"))
     bar(Started(step=0, max_steps=4))
     bar(_step(2))
-    bar(StepDone(step=3))
+    bar(StepDone(step=3, max_steps=4))
     bar(Finished(step=3))
     bar.close()
     shown = console.file.getvalue()  # type: ignore[attr-defined]

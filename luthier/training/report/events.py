@@ -29,7 +29,7 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
-    """Training begins (again, if ``step`` is not 0)."""
+    """Training begins (again, if ``step`` is not 0). ``max_steps``: as many as the run is expected to have."""
 
     step: int
     max_steps: int
@@ -37,9 +37,11 @@ class Started:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:
-    """An optimizer step is done; cheap, sent for each."""
+    """An optimizer step is done; cheap, sent for each. ``max_steps``: how many the run has, as far as it is known by
+    now: while rows are still being prepared it is an estimate."""
 
     step: int
+    max_steps: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,7 +197,9 @@ class PlainLines:
                     self._print(
                         f"step {event.step}/{self.max_steps}  {_numbers(event)}  ETA {self._eta(event.step, now)}"
                     )
-            case StepDone() | Finished():
+            case StepDone():
+                self.max_steps = event.max_steps
+            case Finished():
                 pass
             case _:
                 self._print(sentence(event))
@@ -225,7 +229,7 @@ class ProgressBar:
                 self._open(event)
             case StepDone():
                 if self._bar is not None and self._task is not None:
-                    self._bar.update(self._task, completed=event.step)
+                    self._bar.update(self._task, completed=event.step, total=event.max_steps)
             case StepRecord():
                 if self._bar is not None and self._task is not None:
                     self._bar.update(self._task, completed=event.step, numbers=self._words(event))
