@@ -278,6 +278,7 @@ class Dialogue:
         self._reader(np.zeros(0, dtype=np.int32))
         self._session = self.session or self.run.engine(batch_size=1).session()
         self._keys = count()
+        self._given: dict[int, tuple[str | None, Message]] = {}  # answers before a change: under which system message
 
     def __enter__(self) -> Self:
         return self
@@ -343,14 +344,22 @@ class Dialogue:
 
     def change_system(self, text: str | None) -> int:
         """Set another system message, or none, and say how many answers were given without it. They stay in the history
-        as context: learned, they would teach the model to answer so under a message that it never had."""
+        as context: learned, they would teach the model to answer so under a message that it never had. Answers that
+        were given under this one become as they were."""
         if text == self.system:
             return 0
+        others = 0
+        for place, message in enumerate(self.messages):
+            if message.role != "assistant":
+                continue
+            given, own = self._given.get(place, (self.system, message))
+            if message not in (own, replace(own, train=False)):  # a program has put another one in its place
+                given, own = self.system, message
+            self._given[place] = given, own
+            self.messages[place] = own if given == text else replace(own, train=False)
+            others += given != text
         self.system = text
-        answered = [n for n, message in enumerate(self.messages) if message.role == "assistant"]
-        for place in answered:
-            self.messages[place] = replace(self.messages[place], train=False)
-        return len(answered)
+        return others
 
     def take_back(self) -> Message | None:
         """Forget the last question with all that followed it, and give it."""
@@ -359,6 +368,7 @@ class Dialogue:
             return None
         question = self.messages[place]
         del self.messages[place:]
+        self._given = {number: given for number, given in self._given.items() if number < place}
         return question
 
     def save(self, path: Path) -> None:

@@ -135,6 +135,52 @@ def test_answers_before_another_system_message_are_saved_as_no_examples_of_it(
     assert [one.get("train") for one in answers] == [False, None]
 
 
+def test_answers_become_examples_again_with_the_system_message_that_they_were_given_under(
+    piped: Piped, scripted: Scripted, says: Say, tmp_path: Path
+) -> None:
+    scripted.replies.extend([says(Text(text="North.")), says(Text(text="Arr, south!")), says(Text(text="West."))])
+    saved = tmp_path / "rows.jsonl"
+    piped(
+        "Which way?",
+        "/system Talk like a pirate.",
+        "And back?",
+        f"/save {saved}",
+        "/system Be short.",
+        "And then?",
+        f"/save {saved}",
+        "/system Talk like a pirate.",
+        f"/save {saved}",
+        options=["--system", "Be short."],
+    )
+    rows = [json.loads(line)["messages"] for line in saved.read_text(encoding="utf-8").splitlines()]
+    learned = [[one.get("train") is not False for one in row if one["role"] == "assistant"] for row in rows]
+    assert learned == [[False, True], [True, False, True], [False, True, False]]
+
+
+def test_an_answer_that_is_none_stays_none_and_another_in_its_place_has_its_own_message(scripted: Scripted) -> None:
+    def answer(text: str, train: bool | None = None) -> Message:
+        return Message(role="assistant", parts=(Text(text=text),), train=train)
+
+    def asked(text: str) -> Message:
+        return Message(role="user", parts=(Text(text=text),))
+
+    with Dialogue(run=scripted, system="A") as dialogue:
+        dialogue.messages += [asked("1?"), answer("1."), asked("2?"), answer("2, but", train=False)]
+        assert dialogue.change_system("B") == 2
+        dialogue.take_back()
+        dialogue.messages += [asked("2?"), answer("2.")]
+        assert dialogue.change_system("A") == 1
+        assert [one.train for one in dialogue.messages if one.role == "assistant"] == [None, False]
+        assert dialogue.change_system("B") == 1
+        assert [one.train for one in dialogue.messages if one.role == "assistant"] == [False, None]
+        dialogue.messages[1] = answer("1, again.")
+        assert dialogue.change_system(None) == 2
+        assert dialogue.change_system("B") == 0, "what a program has put there was given under the message of then"
+        dialogue.messages[3] = answer("2, but", train=False)
+        assert dialogue.change_system("A") == 2 and dialogue.change_system("B") == 0
+        assert [one.train for one in dialogue.messages if one.role == "assistant"] == [None, False]
+
+
 def test_lines_of_a_pipe_are_answered_one_by_one_behind_the_prompts_of_training(
     piped: Piped, scripted: Scripted, says: Say, capsys: pytest.CaptureFixture[str]
 ) -> None:
