@@ -11,7 +11,6 @@ import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -20,6 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from luthier import __version__
 from luthier.errors import PlainRowError, RowError, StoreError, plain_error, row_error
 from luthier.ledger import Ledger
 from luthier.preparation.resolver import LostRow, ResolvedPortion, conversion_of, key_array
@@ -275,7 +275,8 @@ class LostEntry(msgspec.Struct, frozen=True, array_like=True):
 class UnitResult(msgspec.Struct, frozen=True, array_like=True):
     """The rows of a unit. Arrays are bytes: ``row_numbers`` int64[n], less the lines before the unit; ``keys``
     uint8[n, 32]; ``file_ids`` int64[n], index into ``files``, both empty where all rows are of the unit's own file;
-    ``id_digests`` uint64[n], or empty where no row has an id. ``worded_by``: the code that told why rows are lost."""
+    ``id_digests`` uint64[n], or empty where no row has an id. ``worded_by``: the version of Luthier that told why
+    rows are lost."""
 
     num_lines: int
     row_numbers: bytes
@@ -308,7 +309,7 @@ class UnitResult(msgspec.Struct, frozen=True, array_like=True):
             notes=dict(notes),
             lost=tuple(lost),
             id_digests=_id_digests(portions).tobytes(),
-            worded_by=code_digest() if lost else "",
+            worded_by=__version__ if lost else "",
         )
 
     def __len__(self) -> int:
@@ -381,7 +382,7 @@ class RememberedUnits:
     def find(self, digest: str, store: SampleStore) -> bytes | None:
         """The encoded result of a unit with the same bytes, if there is a sound one and the store has all of it.
 
-        Its lost rows are encoded again where other code told why: reasons and words are those of the Luthier that runs.
+        Its lost rows are encoded again where another version told why: reasons and words are of the Luthier that runs.
         """
         encoded = self._disk.read_sealed(self._folder / digest)
         if encoded is None:
@@ -390,21 +391,12 @@ class RememberedUnits:
             result = decode_result(encoded)
         except StoreError:  # what another version of Luthier wrote is encoded again
             return None
-        is_old = bool(result.lost) and result.worded_by != code_digest()
+        is_old = bool(result.lost) and result.worded_by != __version__
         return None if is_old or result.sample_ids(store) is None else encoded
 
     def keep(self, digest: str, encoded: bytes) -> None:
         """Keep the result of a unit with these bytes. Raises `StoreError`."""
         self._disk.publish_sealed(self._folder / digest, encoded)
-
-
-@cache
-def code_digest() -> str:
-    """Of the package's own code. A version number would not do, as a clone that is updated may keep it."""
-    digest = xxhash.xxh3_128()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def decode_result(encoded: bytes) -> UnitResult:
