@@ -31,7 +31,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
-from peft.utils.other import TrainableTokensWrapper
+from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -201,7 +201,7 @@ def merge_adapter(model: PeftModel, dtype: torch.dtype | None = None) -> PreTrai
     if is_quantized(base):
         with tempfile.TemporaryDirectory(prefix="luthier_adapter_") as folder, quiet_peft():
             model.save_pretrained(folder, save_embedding_layers=saves_embeddings(model))
-            base = dequantized(model.unload())
+            base = dequantized(_without_rows(model.unload()))
             give_back_freed()
             model = PeftModel.from_pretrained(base, folder)
     _take_in_rows(model)
@@ -211,6 +211,14 @@ def merge_adapter(model: PeftModel, dtype: torch.dtype | None = None) -> PreTrai
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="All adapters are already merged")  # this is what was wanted
         return model.merge_and_unload(safe_merge=True)
+
+
+def _without_rows(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without what is left of rows of new tokens on a layer that had another adapter, too."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, TrainableTokensWrapper):
+            model.set_submodule(name, module.token_adapter.get_base_layer())
+    return model
 
 
 def _take_in_rows(model: PeftModel) -> None:
@@ -384,9 +392,11 @@ def _digest(file: Path) -> str:
 
 def saves_embeddings(model: PeftModel) -> bool | str:
     """What PEFT calls ``save_embedding_layers``: a table that has grown is saved whole, unless the adapter has the rows
-    of new tokens by themselves."""
-    settings = model.peft_config[model.active_adapter]
-    return "auto" if getattr(settings, "trainable_token_indices", None) is None else False
+    of new tokens by themselves. It has not where a LoRA is on the table, whose first rows for them are nowhere else."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if getattr(model.peft_config[model.active_adapter], "trainable_token_indices", None) is None:
+        return False if all(isinstance(end, ModulesToSaveWrapper) for end in ends) else "auto"  # else three copies
+    return any(isinstance(end, LoraLayer) and not isinstance(end.base_layer, TrainableTokensWrapper) for end in ends)
 
 
 def save_adapter(

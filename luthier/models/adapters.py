@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from peft import EvaConfig, LoraConfig, OFTConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -24,7 +25,7 @@ from luthier.models import adapter_targets
 from luthier.models.adapter_files import continue_adapter, quiet_peft, task_of
 from luthier.models.model import REWARD_HEAD
 from luthier.models.quantized import num_packed, num_weights
-from luthier.models.submodules import ModelParts, evaluating, find_parts
+from luthier.models.submodules import ModelParts, evaluating, find_parts, output_layer
 from luthier.models.vocabulary import ends_of
 from luthier.writing import counted
 
@@ -354,6 +355,7 @@ def check_first_values(adapted: nn.Module, section: AdapterConfig) -> None:
         if not isinstance(layer, LoraLayer) or isinstance(layer.get_base_layer(), nn.Embedding):
             continue  # an embedding begins as any LoRA does
         base, shown = layer.get_base_layer(), name.removeprefix("base_model.model.")
+        base = base.token_adapter.get_base_layer() if isinstance(base, TrainableTokensWrapper) else base
         key, way = f"adapter.init_lora_weights is {start}", "or set adapter.init_lora_weights: true"
         if isinstance(base, nn.Linear) and uses[id(base.weight)] > 1:
             raise ModelError(
@@ -392,6 +394,7 @@ def _trainable_rows(
         return {}
     trained = [*section.modules_to_save, *(targets if isinstance(targets, list) else ())]
     found = {}
+    _check_shared_rows(model, section, len(new_ids))
     for name, end in ends_of(model).items():
         if any(name == each or name.endswith(f".{each}") for each in trained):
             continue
@@ -402,3 +405,27 @@ def _trainable_rows(
             )
         found[name] = list(new_ids)
     return found
+
+
+def _check_shared_rows(model: PreTrainedModel, section: AdapterConfig, count: int) -> None:
+    """Raise `ModelError` where the rows of new tokens are learned in an embedding that is the output layer's weight,
+    too, and that layer is trained in a way in which PEFT cannot have them."""
+    last, ends = output_layer(model), list(ends_of(model))
+    if last is None or len(ends) > 1:
+        return
+    name = next(name for name, module in model.named_modules() if module is last)
+    first, rows = ends[0].rpartition(".")[2], f"the rows of {counted(count, 'new token')} are learned in the embedding"
+    saved, adapted = (
+        [each for each in named if name == each or name.endswith(f".{each}")]
+        for named in (section.modules_to_save, section.target_modules)
+    )
+    if saved and not any(ends[0] == each or ends[0].endswith(f".{each}") for each in section.modules_to_save):
+        raise ModelError(
+            f"adapter.modules_to_save trains {saved[0]} apart from the embedding, whose weight it has, and {rows}",
+            hint=f"set adapter.modules_to_save: [{first}, {saved[0]}], or leave {saved[0]} out",
+        )
+    if adapted and section.use_dora:
+        raise ModelError(
+            f"PEFT has no DoRA on {adapted[0]}, whose weight is the embedding's, where {rows}",
+            hint=f"set adapter.use_dora: false, or take {adapted[0]} out of adapter.target_modules",
+        )

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers import Adafactor, PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_available_reporting_integrations
@@ -343,6 +344,9 @@ def _trained_of(model: nn.Module, part: RatePart) -> list[int]:
     match part:
         case RatePart.EMBEDDING | RatePart.OUTPUT_LAYER:
             ends = list(vocabulary.ends_of(plain).values())
+            last = submodules.output_layer(plain)
+            if isinstance(last, ModulesToSaveWrapper) and len(ends) == 1:
+                ends.append(last)  # it is trained apart from the embedding, whose weight it had
             if part is RatePart.OUTPUT_LAYER and len(ends) == 1:
                 what = f"{type(plain).__name__} has no output layer but its embedding"
                 raise ModelError(f"train.learning_rates: {what}", hint="name embedding instead")

@@ -66,8 +66,12 @@ def _segments() -> list[Segment]:
 def _train(folder: Path, base: Path, added: Tokenizer, *, on_event: Any = None, **changes: Any) -> RunResult:
     config = make_config(
         folder,
-        model={"name_or_path": str(base), "add_tokens": ["zorkmid"], "add_special_tokens": ["<|act|>"]},
-        **{"adapter": LORA, "train__learning_rate": 0.05, **changes},
+        **{
+            "model": {"name_or_path": str(base), "add_tokens": ["zorkmid"], "add_special_tokens": ["<|act|>"]},
+            "adapter": LORA,
+            "train__learning_rate": 0.05,
+            **changes,
+        },
     )
     return fit_data(config, added, make_data(_segments()), on_event=on_event)
 
@@ -102,6 +106,55 @@ def test_rows_are_learned_saved_read_back_and_merged(tmp_path: Path, base: Path,
     with torch.no_grad():
         resaved = load_file(again.path / "model" / "adapter_model.safetensors")
     assert all(torch.allclose(resaved[name], value) for name, value in rows.items())
+
+
+ENDS: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj", "lm_head"]},
+    {"target_modules": ["q_proj", "embed_tokens"]},
+    {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": "pissa"},
+    {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
+    {"modules_to_save": ["lm_head"]},
+    {"modules_to_save": ["embed_tokens", "lm_head"]},
+    {"init_lora_weights": "pissa"},
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's, of a table that has grown
+@pytest.mark.parametrize("more", ENDS, ids=["head", "table", "pissa head", "dora head", "head saved", "both", "pissa"])
+def test_an_adapter_of_which_an_end_is_trained_has_all_first_values_of_the_rows(
+    more: dict[str, Any], tmp_path: Path, base: Path, added: Tokenizer
+) -> None:
+    def run(folder: str, **also: Any) -> RunResult:
+        return _train(tmp_path / folder, base, added, adapter={**LORA, **more, "merge": True}, **also)
+
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    tied = plain.get_input_embeddings().weight is plain.get_output_embeddings().weight
+    if tied and (more.get("modules_to_save") == ["lm_head"] or ("lm_head" in str(more) and len(more) > 1)):
+        with pytest.raises(ModelError, match="embedding"):
+            run("run")
+        return
+    result = run("run")
+    plain.resize_token_embeddings(2050, mean_resizing=False)
+    with torch.no_grad():
+        plain.get_output_embeddings().weight[NEW] = 7.0  # the adapter says what they are
+        plain.get_input_embeddings().weight[NEW] = 7.0
+    loaded = PeftModel.from_pretrained(plain, result.path / "model").eval()
+    merged = AutoModelForCausalLM.from_pretrained(result.path / "merged").eval()
+    ids = torch.tensor([[5, NEW[0], 7, NEW[1], 9]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-4)
+    weights = load_file(result.path / "model" / "adapter_model.safetensors")
+    assert not any("original_module" in name or "modules_to_save" in name for name in weights), "a table is saved once"
+
+
+def test_an_adapted_output_layer_with_the_rows_of_the_embedding_is_merged_into_whole_weights(
+    tmp_path: Path, base: Path, added: Tokenizer
+) -> None:
+    model = {"name_or_path": str(base), "add_tokens": ["zorkmid"], "add_special_tokens": ["<|act|>"]}
+    adapter = {**LORA, "target_modules": ["q_proj", "lm_head"], "merge": True}
+    result = _train(tmp_path / "run", base, added, adapter=adapter, model={**model, "quantization": "nf4"})
+    merged = AutoModelForCausalLM.from_pretrained(result.path / "merged")
+    assert merged.get_input_embeddings().weight.shape[0] == 2050
 
 
 def test_a_killed_run_goes_on_with_its_rows(tmp_path: Path, base: Path, added: Tokenizer) -> None:

@@ -462,6 +462,15 @@ def test_parts_of_a_model_that_sees_and_routers_have_rates_of_their_own() -> Non
     assert [name for name, rate in rates.items() if rate == 1e-4] == ["model.embed_tokens.weight"]
 
 
+def test_an_output_layer_that_is_trained_apart_from_its_embedding_has_a_rate() -> None:
+    section = AdapterConfig(type=AdapterType.LORA, r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = apply_adapter(_model(tie_word_embeddings=True), section)
+    rates = _rates(model, {"learning_rates": {"output_layer": 1e-4}}, section)
+    assert {name: rate for name, rate in rates.items() if rate != 1e-3} == {
+        "base_model.model.lm_head.modules_to_save.default.weight": pytest.approx(1e-4)
+    }
+
+
 @pytest.mark.parametrize("part", ["output_layer", "router", "tower", "projector"])
 def test_a_part_that_is_not_there_or_not_trained_is_refused(part: str) -> None:
     with pytest.raises(ModelError, match=r"train\.learning_rates"):
