@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from luthier.config import choices
 from luthier.config.inputs import DataConfig, MediaConfig, ModelConfig, Section, TemplateConfig
@@ -68,12 +68,15 @@ class AdapterConfig(Section):
     use_dora: bool = False
     """Train the norm of each weight apart from its direction (DoRA)."""
     init_lora_weights: (
-        bool | Literal["gaussian", "pissa", "pissa_niter_16", "olora", "orthogonal", "eva", "corda", "lora_ga", "loftq"]
+        bool
+        | Literal["gaussian", "pissa", "olora", "orthogonal", "eva", "corda", "lora_ga", "loftq"]
+        | Annotated[str, Field(pattern=r"^pissa_niter_[1-9]\d{0,3}$", examples=["pissa_niter_16"])]
     ) = True
-    """``pissa`` starts from the principal singular directions; ``eva`` from the directions in which the inputs of
-    each layer vary most, over the first rows, ``corda`` from the part of each weight that matters most to these inputs,
-    ``lora_ga`` from the first gradient of each weight; ``loftq`` from what ``model.quantization`` rounds away. Where a
-    part of the base becomes the adapter (``pissa``, ``olora``, ``corda``, ``lora_ga``), a plain LoRA is saved."""
+    """``pissa`` starts from the principal singular directions, ``pissa_niter_16`` from what 16 (or as many as you
+    write) quick steps find of them; ``eva`` from the directions in which the inputs of each layer vary most, over the
+    first rows, ``corda`` from the part of each weight that matters most to these inputs, ``lora_ga`` from the first
+    gradient of each weight; ``loftq`` from what ``model.quantization`` rounds away. Where a part of the base becomes
+    the adapter (``pissa``, ``olora``, ``corda``, ``lora_ga``), a plain LoRA is saved."""
     loraplus_lr_ratio: choices.Positive | None = None
     """LoRA+: learning rate of B over that of A."""
     oft_block_size: choices.Size = 32

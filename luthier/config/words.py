@@ -70,6 +70,8 @@ def expected(schema: JsonSchema) -> str:
             return f"a whole number{_bounds(schema)}"
         case {"type": "number"}:
             return f"a number{_bounds(schema)}"
+        case {"type": "string", "examples": [example]}:
+            return f"a name such as {example}"
         case {"type": "string", "format": "path"}:
             return "a path"
         case {"type": "string"}:
@@ -93,7 +95,7 @@ def choices(schema: JsonSchema) -> tuple[str, ...]:
             return tuple(choice for option in options for choice in choices(resolve(option)))
         case {"const": value}:
             return (str(value),)
-        case {"enum": values}:
+        case {"enum": values} | {"examples": values}:
             return tuple(map(str, values))
         case _:
             return ()

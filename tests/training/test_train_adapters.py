@@ -137,6 +137,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rslora": {"use_rslora": True},
     "dora": {"use_dora": True},
     "pissa": {"init_lora_weights": "pissa"},
+    "pissa_steps": {"init_lora_weights": "pissa_niter_4"},
     "pissa_rslora": {"init_lora_weights": "pissa", "use_rslora": True},
     "olora": {"init_lora_weights": "olora"},
     "loraplus": {"loraplus_lr_ratio": 8.0},

@@ -165,9 +165,8 @@ def _llama_pro(reading: Translator) -> None:
 
 def _pissa(reading: Translator) -> None:
     steps = reading.take("pissa_iter")
-    if steps not in (None, -1, 16):
-        reading.refuse("pissa_iter", f"PiSSA is computed in 16 steps or exactly (-1), not in {steps}", "write 16 or -1")
-    reading.set("adapter.init_lora_weights", "pissa" if steps == -1 else "pissa_niter_16", "pissa_init")
+    start = "pissa" if steps == -1 else f"pissa_niter_{16 if steps is None else steps}"
+    reading.set("adapter.init_lora_weights", start, "pissa_init" if steps is None else "pissa_iter")
 
 
 _ALONE = ("orpo", "simpo")  # losses of pairs that compare with no reference
