@@ -450,7 +450,10 @@ def _first_values(setup: RunSetup, model: PeftModel, how: CollateSettings, losse
             adapter_files.keep_initial_adapter(model, initial)
     match start if setup.first_step is None else None:
         case "eva":
-            initial_adapter.begin_by_activations(model, losses.forward, setup.data.train, how, media)
+            left = initial_adapter.begin_by_activations(model, losses.forward, setup.data.train, how, media)
+            if left:
+                names = ", ".join(adapter_targets.collapse(left))
+                setup.hooks.note(f"model: the first rows do not call {names}, which begin as any LoRA does, not by eva")
         case "loftq":
             before, after = initial_adapter.begin_by_what_is_rounded_away(
                 model, setup.config, setup.run_model.vocabulary

@@ -4,16 +4,15 @@ one round of it)."""
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from peft import LoraConfig, PeftModel, get_eva_state_dict, initialize_lora_eva_weights
+from peft import EvaConfig, LoraConfig, PeftModel, initialize_lora_eva_weights
 from peft.tuners.lora import LoraGAConfig, LoraLayer
 from peft.tuners.lora.corda import CordaEigens, collect_eigens_for_layer
+from peft.tuners.lora.eva import SVDHook
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -35,51 +34,102 @@ MOST_PASSES = 20  # over these rows, until the directions stay the same
 
 def begin_by_activations(
     model: PeftModel, forward: passes.ModelPass, train: Segments, how: CollateSettings, media: MediaInputs | None
-) -> None:
+) -> list[str]:
     """Let each matrix A begin with the directions in which the inputs of its layer vary most, over the first rows of
-    the run; padding counts nowhere. B begins with 0, so the model computes what it did.
+    the run; padding counts nowhere. B begins with 0, so the model computes what it did. Every layer keeps its rank.
 
+    Returns the names of layers that these rows do not call, as a tower without images, which begin as any LoRA does.
     Raises `ModelError` where the rows are too few for the rank, or the directions do not settle.
     """
-    # PEFT would share the ranks of a pattern out among the layers: each gets as many directions, and takes its own
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer) and layer.lora_A}
-    rank = max(layer.r["default"] for layer in layers.values())
-    alike = copy.copy(model.peft_config["default"])
-    key = "adapter.r" if rank == alike.r else "the highest of adapter.rank_pattern"
-    alike.r, alike.rank_pattern = rank, {}
+    ranks = {name: layer.r["default"] for name, layer in layers.items()}
     batches = [forward.isolation.arranged(each, pad_token_id=how.pad_token_id) for each in _first(train, how, media)]
     fewest = min((int((routers.times_shown(batch) > 0).sum()) for batch in batches), default=0)
-    if fewest < rank:
+    if fewest < (highest := max(ranks.values())):
+        key = "adapter.r" if highest == model.peft_config["default"].r else "the highest of adapter.rank_pattern"
         raise ModelError(
             f"adapter.init_lora_weights is eva, and {ROWS_OF_BATCH} rows have "
-            f"{counted(fewest, 'token')}, fewer than {key}, {rank}",
+            f"{counted(fewest, 'token')}, fewer than {key}, {highest}",
             hint="set adapter.init_lora_weights: true, or a lower rank",
         )
-    calls = count(1)
 
-    def compute(network: nn.Module, batch: Batch) -> None:
-        if next(calls) > MOST_PASSES * len(batches):
-            what = f"its directions have not settled in {MOST_PASSES} passes over {ROWS} rows"
-            raise ModelError(
-                f"adapter.init_lora_weights is eva, and {what}", hint="set adapter.init_lora_weights: true"
-            )
-        with torch.no_grad(), passes.casting(forward.device, forward.autocast):
-            network(**forward.isolation.inputs(batch, device=forward.device))
+    def run(batch: Batch) -> None:
+        with torch.no_grad(), passes.casting(forward.device, forward.autocast), submodules.evaluating(model):
+            model(**forward.isolation.inputs(batch, device=forward.device))
 
+    shared = _called_together(layers, batches, run)
+    directions = _directions({first: max(ranks[name] for name in names) for first, names in shared.items()},
+                             layers, batches, run)  # fmt: skip
+    own = {name: directions[first][: ranks[name]] for first, names in shared.items() for name in names}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a batch of ours cannot be moved by PEFT, for one; we move it
-        directions = get_eva_state_dict(
-            model,
-            batches,
-            peft_config=alike,
-            forward_fn=compute,
-            prepare_model_inputs_fn=lambda batch, _: routers.times_shown(batch).to(forward.device) > 0,
-            prepare_layer_inputs_fn=_shown,
-            gather_distributed_inputs=False,
-            show_progress_bar=False,
-        )
-        own = {name: found[: layers[name].r["default"]] for name, found in directions.items()}
-        initialize_lora_eva_weights(model, eva_state_dict=own)
+        warnings.simplefilter("ignore")  # of layers without directions, which are told
+        initialize_lora_eva_weights(model, eva_state_dict=dict(own))
+    return [name.removeprefix("base_model.model.") for name in layers if name not in own]
+
+
+def _called_together(
+    layers: Mapping[str, nn.Module], batches: Sequence[Batch], run: Callable[[Batch], None]
+) -> dict[str, list[str]]:
+    """The layers that are called, by the first of those that have the same input, as a query's, a key's and a value's
+    projection have: one search for directions serves all of them."""
+    found: dict[str, list[str]] = {}
+    called: set[str] = set()
+    last: tuple[str, torch.Tensor] | None = None
+
+    def see(name: str, arguments: tuple[torch.Tensor, ...]) -> None:
+        nonlocal last
+        first = last[0] if last is not None and arguments[0] is last[1] else name
+        last = (first, arguments[0])
+        if name not in called:
+            found.setdefault(first if first in found else name, []).append(name)
+        called.add(name)
+
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, arguments, name=name: see(name, arguments))
+        for name, layer in layers.items()
+    ]
+    try:
+        for batch in batches:
+            run(batch)
+            if len(called) == len(layers):
+                break
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _directions(
+    ranks: Mapping[str, int], layers: Mapping[str, nn.Module], batches: Sequence[Batch], run: Callable[[Batch], None]
+) -> dict[str, torch.Tensor]:
+    """Of each of these layers as many directions as its rank, [R, D]: PEFT's own search, over the batches again and
+    again. Raises `ModelError` where they do not settle."""
+    searches: dict[str, SVDHook] = {}
+    hooks = {}
+    for name, rank in ranks.items():
+        # a search says which of its directions have stayed the same
+        searches[name] = SVDHook(rank, EvaConfig().tau, name=name, prepare_layer_inputs_fn=_shown,
+                                 gather_distributed_inputs=False)  # fmt: skip
+        hooks[name] = layers[name].register_forward_hook(searches[name])
+    try:
+        for number in range(MOST_PASSES * len(batches)):
+            batch = batches[number % len(batches)]
+            shown_N = routers.times_shown(batch) > 0
+            for name in hooks:
+                searches[name].model_input = shown_N.to(next(layers[name].parameters()).device)
+            run(batch)
+            for name in [name for name in hooks if bool(searches[name].converged.all())]:
+                hooks.pop(name).remove()
+            if not hooks:
+                return {name: search.svd.components_ for name, search in searches.items()}
+    finally:
+        for hook in hooks.values():
+            hook.remove()
+    raise ModelError(
+        f"adapter.init_lora_weights is eva, and its directions have not settled in {MOST_PASSES} passes over {ROWS} "
+        "rows",
+        hint="set adapter.init_lora_weights: true",
+    )
 
 
 def begin_by_weighted_parts(

@@ -17,6 +17,7 @@ from tiny_rows import epoch_steps, run_data
 from tiny_runs import make_data, make_segments, padded_batch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import luthier
 from luthier.config.choices import AdapterType, QuantizationType
 from luthier.config.inputs import QuantizationConfig
 from luthier.config.schema import AdapterConfig
@@ -27,6 +28,7 @@ from luthier.models.quantized import layers_to_quantize
 from luthier.training import fit as fit_module
 from luthier.training.fit import fit_data
 from luthier.training.report.result import RunResult
+from tests.media.media_files import image_file, picture
 
 Train = Callable[..., RunResult]
 DATA = make_data(make_segments(8))
@@ -191,3 +193,38 @@ def test_loftq_leaves_experts_as_any_lora_begins(train: Train, tmp_path: Path, t
     saved = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
     assert any("experts" in name for name in saved)
     assert json.loads((tmp_path / "run" / "model" / "adapter_config.json").read_text())["init_lora_weights"] is True
+
+
+# ------------------------------------------------------------------------------------------------ models that see
+
+
+@pytest.mark.parametrize("order", ["pictures late", "no pictures"])
+def test_eva_begins_layers_by_the_rows_that_call_them_and_says_which_none_does(order: str, tmp_path: Path) -> None:
+    for n in range(8):
+        (tmp_path / f"{n}.png").write_bytes(image_file(picture(64, 64).rotate(40 * n)))
+    texts = [{"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"{n} it is"}]}
+             for n in range(8)]  # fmt: skip
+    seen = [{"messages": [{"role": "user", "content": f"<image>what is {n}?"}, {"role": "assistant", "content": "red"}],
+             "images": [f"{n}.png"]} for n in range(8)]  # fmt: skip
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in (texts + texts[:2] + seen[:6] if order == "pictures late" else texts)))
+    parts = ["language_model", "projector", "tower"]
+    config = {
+        "model": {"name_or_path": "preset:tiny-qwen3-vl", "add_special_tokens": ["<new>"]},
+        "data": {"train": str(rows), "max_length": 128, "store": str(tmp_path / "store"), "workers": 0},
+        "train": {"max_steps": 1, "per_device_train_batch_size": 8},
+        "adapter": {"type": "lora", "r": 2, "init_lora_weights": "eva", "train_parts": parts},
+        "output": {"dir": str(tmp_path / "run"), "save_strategy": "no"},
+        "runtime": {"device": "cpu"},
+        "tracking": {"progress": False},
+    }
+    told: list[str] = []
+    luthier.train(config, on_event=lambda event: told.append(str(event)))
+    saved = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
+    directions = [matrix for name, matrix in saved.items() if "visual" in name and "lora_A" in name]
+    apart = [torch.allclose(each @ each.T, torch.eye(2), atol=0.1) for each in directions]
+    assert all(apart) if order == "pictures late" else not any(apart)
+    assert any("do not call" in line and "visual.blocks.N.attn.qkv" in line for line in told) == (
+        order != "pictures late"
+    )
+    assert not any("token_adapter" in line for line in told), "rows of new tokens are no layer without an adapter"
