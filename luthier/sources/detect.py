@@ -94,6 +94,8 @@ def _detect_format(
     for name, rule in FORMATS.added().items():
         if rule.detected and fits(name):
             return name
+    if fits(Format.TOKENS):  # whoever made ids and said what is learned of them has often kept the texts beside them
+        return Format.TOKENS
     has_messages = fits(Format.MESSAGES)
     if fits(Format.PREFERENCE):
         return Format.PREFERENCE
@@ -105,7 +107,7 @@ def _detect_format(
             "role_tag" not in given_tags and _is_from_value(rows, [column])
         )
         return Format.SHAREGPT if is_sharegpt else Format.MESSAGES
-    for kind in (Format.ALPACA, Format.PROMPT_COMPLETION, Format.TEXT, Format.TOKENS):
+    for kind in (Format.ALPACA, Format.PROMPT_COMPLETION, Format.TEXT):
         if fits(kind):
             return kind
     if set(given_columns) == {"prompt"} and given_columns["prompt"] in seen:

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import torch
 
 import luthier
 from luthier.check.show.token_origins import row_origins
@@ -121,6 +122,44 @@ def test_columns_that_are_wrong_or_contradict_each_other_are_refused(
     with pytest.raises(RowError, check=reason_is(reason)) as refused:
         luthier.encode({**ROW, **change}, tokenizer)
     assert refused.value.field is not None and str(refused.value.address) == "<rows>:1"
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"text": "Hello"},
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+        {"prompt": "Hi", "completion": "Hello"},
+        {"prompt": "Hi", "chosen": "Hello", "rejected": "No"},
+    ],
+    ids=lambda columns: next(iter(columns)),
+)
+def test_ids_that_say_what_is_learned_are_taken_before_the_texts_that_they_were_made_of(
+    beside: dict[str, Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    assert luthier.encode({**beside, **ROW}, tokenizer).input_ids.tolist() == IDS
+    config = config_of(tmp_path, write(tmp_path / "rows.jsonl", {**beside, **ROW}, {**beside, **MASKED}))
+    prepared = prepare(config, Encoder.from_config(config)).train
+    assert [prepared[row].target.tolist() for row in range(2)] == [[False] * 3 + [True] * 3] * 2
+    assert luthier.encode({**beside, "input_ids": IDS}, tokenizer).input_ids.tolist() != IDS
+
+
+def test_media_beside_ids_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(RowError, check=reason_is("media_count")) as refused:
+        luthier.encode({**ROW, "images": ["a.png"]}, tokenizer)
+    assert refused.value.field == "images"
+    assert luthier.encode({**ROW, "images": []}, tokenizer).input_ids.tolist() == IDS
+
+
+def test_rows_in_python_may_hold_arrays_and_tuples(tokenizer: Any) -> None:
+    for row in (
+        {name: np.array(values, np.int32) for name, values in ROW.items()},
+        {name: tuple(values) for name, values in ROW.items()},
+        {"input_ids": np.array(IDS), "loss_mask": np.array([0, 0, 0, 1, 1, 1], np.bool_)},
+    ):
+        assert luthier.encode(row, tokenizer).target.tolist() == [False] * 3 + [True] * 3
+    with pytest.raises(RowError, match=r"Tensor: give its list, as by tolist\(\)"):
+        luthier.encode({name: torch.tensor(values) for name, values in ROW.items()}, tokenizer)
 
 
 def test_a_row_of_which_nothing_is_learned_is_dropped(tokenizer: Any) -> None:

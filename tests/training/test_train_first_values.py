@@ -207,7 +207,9 @@ def test_eva_begins_layers_by_the_rows_that_call_them_and_says_which_none_does(o
     seen = [{"messages": [{"role": "user", "content": f"<image>what is {n}?"}, {"role": "assistant", "content": "red"}],
              "images": [f"{n}.png"]} for n in range(8)]  # fmt: skip
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in (texts + texts[:2] + seen[:6] if order == "pictures late" else texts)))
+    rows.write_text(
+        "".join(json.dumps(row) + "\n" for row in (texts + texts[:2] + seen[:6] if order == "pictures late" else texts))
+    )
     parts = ["language_model", "projector", "tower"]
     config = {
         "model": {"name_or_path": "preset:tiny-qwen3-vl", "add_special_tokens": ["<new>"]},

@@ -227,6 +227,10 @@ def convert_tokens(reading: Reading) -> Tokenized:
         what = f"{counted(num_lost, 'token is', 'tokens are')} learned that the mask calls padding"
         raise RowError("bad_attention_mask", what, field=reading.field("attention_mask"))
     _refuse_several(reading, len(ids), kept)
+    for name in _MEDIA:
+        if reading.has(name) and reading.column(name):
+            what = f"{name} stand beside the ids, and a row of ids has no media"
+            raise RowError("media_count", what, field=reading.field(name))
     return Tokenized(input_ids=ids[kept], target=target[kept], address=reading.address, weight=reading.weight())
 
 
@@ -326,8 +330,12 @@ def _bad(name: str) -> str:
 
 def _list(reading: Reading, name: str, length: int | None) -> list[object]:
     value, field = reading.column(name), reading.field(name)
+    if isinstance(value, tuple | np.ndarray):  # of rows that are given in Python
+        value = np.asarray(value).tolist()
     if type(value) is not list:
-        raise RowError(_bad(name), f"a list of numbers is needed, not a JSON {json_kind(value)}", field=field)
+        is_json = value is None or isinstance(value, bool | int | float | str | dict)
+        what = f"a JSON {json_kind(value)}" if is_json else f"a {type(value).__name__}: give its list, as by tolist()"
+        raise RowError(_bad(name), f"a list of numbers is needed, not {what}", field=field)
     if length is not None and len(value) != length:
         what = f"{counted(len(value), 'entry', 'entries')}, and {reading.field('input_ids')} has {length}"
         raise RowError("lengths_differ", what, field=field)
@@ -453,6 +461,7 @@ _ROWS: Mapping[str, FormatRule] = {
             "position_ids": ("position_ids",),
             "seq_lengths": ("seq_lengths",),
             **_WEIGHT,
+            **_MEDIA,
         },
         needs=tuple(("input_ids", name) for name in SAY_WHAT_IS_LEARNED),
         convert=convert_tokens,
