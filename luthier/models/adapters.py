@@ -205,7 +205,7 @@ def _train_new_layers(model: PreTrainedModel, count: int) -> None:
             new.append(_silent_copy(layer, model))
             expanded.append(new[-1])
     for key, value in list(config.to_dict().items()):
-        if isinstance(value, list) and len(value) == depth:  # such as the kind of attention of each layer
+        if isinstance(value, list) and len(value) == depth and _is_by_layer(model, key, value):
             longer = [[each, each] if number in copied else [each] for number, each in enumerate(value)]
             setattr(config, key, [each for part in longer for each in part])
     config.num_hidden_layers = len(expanded)
@@ -219,6 +219,19 @@ def _train_new_layers(model: PreTrainedModel, count: int) -> None:
     model.requires_grad_(False)
     for module in [*new, *([model.get_submodule(REWARD_HEAD)] if hasattr(model, REWARD_HEAD) else [])]:
         module.requires_grad_(True)
+
+
+def _is_by_layer(model: PreTrainedModel, key: str, value: list[object]) -> bool:
+    """Whether a list in the config has an entry for each layer, such as its kind of attention, and is not as long as
+    there are layers by chance: with one entry less there is no such model."""
+    config = copy.deepcopy(model.config)
+    try:
+        setattr(config.get_text_config(), key, value[:-1])
+        with torch.device("meta"):
+            type(model)(config)
+    except Exception:  # noqa: BLE001 - whatever the class's own code raises
+        return True
+    return "layer" in key
 
 
 def _silent_copy(layer: nn.Module, model: PreTrainedModel) -> nn.Module:

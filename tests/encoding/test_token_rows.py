@@ -141,7 +141,8 @@ def test_ids_that_say_what_is_learned_are_taken_before_the_texts_that_they_were_
     config = config_of(tmp_path, write(tmp_path / "rows.jsonl", {**beside, **ROW}, {**beside, **MASKED}))
     prepared = prepare(config, Encoder.from_config(config)).train
     assert [prepared[row].target.tolist() for row in range(2)] == [[False] * 3 + [True] * 3] * 2
-    assert luthier.encode({**beside, "input_ids": IDS}, tokenizer).input_ids.tolist() != IDS
+    objective = "dpo" if "chosen" in beside else "sft"  # without a word on what is learned the texts are meant
+    assert luthier.encode({**beside, "input_ids": IDS}, tokenizer, objective=objective).input_ids.tolist() != IDS
 
 
 def test_media_beside_ids_are_refused(tokenizer: Any) -> None:

@@ -30,6 +30,8 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -515,6 +517,17 @@ def _own(state: dict[str, torch.Tensor], model: Any) -> list[torch.Tensor]:
         for name, weight in state.items()
         if not (tied and name.startswith("lm_head")) and name.rpartition(".")[2] not in buffers
     ]
+
+
+def test_a_list_that_is_as_long_as_the_layers_by_chance_stays_in_the_config() -> None:
+    limits = (0.0, float("inf"))
+    shape = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "vocab_size": 96}
+    model: Any = Mamba2ForCausalLM(Mamba2Config(**shape, num_hidden_layers=2, time_step_limit=limits))
+    adapters.apply_adapter(model, AdapterConfig(type=AdapterType.LLAMA_PRO, expand_layers=2))
+    assert model.config.num_hidden_layers == 4 and tuple(model.config.time_step_limit) == limits
+    by_layer: Any = tiny_model("gemma3")
+    adapters.apply_adapter(by_layer, AdapterConfig(type=AdapterType.LLAMA_PRO, expand_layers=2))
+    assert by_layer.config.layer_types == ["sliding_attention"] * 2 + ["full_attention"] * 2
 
 
 def test_a_model_with_new_layers_learns_resumes_and_loads_in_transformers(train: Train, tmp_path: Path) -> None:

@@ -227,10 +227,8 @@ def convert_tokens(reading: Reading) -> Tokenized:
         what = f"{counted(num_lost, 'token is', 'tokens are')} learned that the mask calls padding"
         raise RowError("bad_attention_mask", what, field=reading.field("attention_mask"))
     _refuse_several(reading, len(ids), kept)
-    for name in _MEDIA:
-        if reading.has(name) and reading.column(name):
-            what = f"{name} stand beside the ids, and a row of ids has no media"
-            raise RowError("media_count", what, field=reading.field(name))
+    for name in (each for each in _MEDIA if reading.has(each) and reading.column(each)):
+        raise RowError("media_count", f"{name} beside ids: a row of ids has no media", field=reading.field(name))
     return Tokenized(input_ids=ids[kept], target=target[kept], address=reading.address, weight=reading.weight())
 
 
@@ -334,8 +332,8 @@ def _list(reading: Reading, name: str, length: int | None) -> list[object]:
         value = np.asarray(value).tolist()
     if type(value) is not list:
         is_json = value is None or isinstance(value, bool | int | float | str | dict)
-        what = f"a JSON {json_kind(value)}" if is_json else f"a {type(value).__name__}: give its list, as by tolist()"
-        raise RowError(_bad(name), f"a list of numbers is needed, not {what}", field=field)
+        kind = f"JSON {json_kind(value)}" if is_json else f"{type(value).__name__}: give its list, as by tolist()"
+        raise RowError(_bad(name), f"a list of numbers is needed, not a {kind}", field=field)
     if length is not None and len(value) != length:
         what = f"{counted(len(value), 'entry', 'entries')}, and {reading.field('input_ids')} has {length}"
         raise RowError("lengths_differ", what, field=field)
