@@ -228,7 +228,7 @@ def convert_tokens(reading: Reading) -> Tokenized:
         raise RowError("bad_attention_mask", what, field=reading.field("attention_mask"))
     _refuse_several(reading, len(ids), kept)
     for name in (each for each in _MEDIA if reading.has(each) and reading.column(each)):
-        raise RowError("media_count", f"{name} beside ids: a row of ids has no media", field=reading.field(name))
+        raise RowError("media_count", f"a row of ids has no media, and this one has {name}", field=reading.field(name))
     return Tokenized(input_ids=ids[kept], target=target[kept], address=reading.address, weight=reading.weight())
 
 
