@@ -99,12 +99,12 @@ def built(config: Any, run: RunConfig, *, attention: str = "sdpa", dtype: torch.
 
 
 def one_row(
-    num_tokens: int = NUM_TOKENS, num_targets: int = NUM_TARGETS, attended: list[int] | None = None
+    num_tokens: int = NUM_TOKENS, num_targets: int = NUM_TARGETS, attended: list[int] | None = None, encoded: int = 0
 ) -> EpochWork:
     lengths = np.array([num_tokens] if attended is None else attended, dtype=np.int64)
     return EpochWork(
         tokens=num_tokens, targets=num_targets, attended=lengths, steps=1,
-        largest_tokens=num_tokens, largest_targets=num_targets,
+        largest_tokens=num_tokens, largest_targets=num_targets, largest_encoded=encoded,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -120,21 +120,21 @@ _NEARLY_STATELESS = ("adafactor", "sgd", "lomo", "adalomo")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
     """Bytes on each device at the worst moment. ``casts``: 16-bit copies of 32-bit weights, and the largest quantized
-    weight made whole, while they compute."""
+    weight made whole, while they compute. ``encoders``: what those of images and audio keep, besides activations."""
 
     weights: int
     casts: int
     gradients: int
     optimizer: int
     activations: int
+    encoders: int
     logits: int
     reserve: int
 
     @property
     def total(self) -> int:
-        return sum(
-            (self.weights, self.casts, self.gradients, self.optimizer, self.activations, self.logits, self.reserve)
-        )
+        kept = self.activations + self.encoders
+        return self.weights + self.casts + self.gradients + self.optimizer + kept + self.logits + self.reserve
 
 
 def computes_in_16_bits(config: RunConfig, *, on_gpu: bool) -> bool:
@@ -160,6 +160,7 @@ def memory_of(shape: ModelShape, work: EpochWork, config: RunConfig, *, on_gpu: 
         gradients=0 if OPTIMIZERS[config.train.optim].in_backward else shape.gradient_bytes,
         optimizer=0 if is_offloaded else round(optimizer_bytes(config.train, shape)),
         activations=_activation_bytes(shape, work.largest_tokens, config, in_16_bits=in_16_bits, on_gpu=on_gpu),
+        encoders=_encoder_bytes(shape, work.largest_encoded, config, in_16_bits=in_16_bits, on_gpu=on_gpu),
         logits=2 * (2 if in_16_bits else 4) * work.largest_targets * shape.vocabulary + LOSS_CHUNK_BYTES,
         reserve=RESERVE_BYTES if on_gpu else 0,
     )
@@ -229,7 +230,7 @@ def _activation_bytes(shape: ModelShape, tokens: int, config: RunConfig, *, in_1
         # norms: what goes in, in 32 bits, and before it is scaled. What the first matrices of attention and of the
         # feed-forward read: once, or where it is in 32 bits as a copy for each of q, k, v, gate and up. Experts are not
         # cast: what they compute, what they read and what they give has the type of their weights.
-        copies = 5 if size < stream else 2
+        copies = shape.readers if size < stream else 2
         norms = (4 if shape.norms_by_torch else 4 + stream) if shape.trains_norms or not shape.is_single else 4
         in_heads = (4 + size) * (shape.queries + shape.keys) * shape.norms_heads
         inside = shape.kept_inside * shape.feed_forward + 2 * shape.experts * shape.width
@@ -239,6 +240,27 @@ def _activation_bytes(shape: ModelShape, tokens: int, config: RunConfig, *, in_1
         widest = size * shape.feed_forward
         return tokens * (shape.layers * stream * shape.width + per_layer + widest) + made_whole // shape.layers
     return round(tokens * shape.layers * per_layer * backward_share(shape, config)) + made_whole
+
+
+def _encoder_bytes(shape: ModelShape, positions: int, config: RunConfig, *, in_16_bits: bool, on_gpu: bool) -> int:
+    """What encoders of images and audio keep of so many positions; of several that which keeps most, since it is not
+    known here whose positions they are. A frozen encoder keeps nothing, unless an adapter is in it: what it reads has
+    no gradient, and a projector is behind it."""
+    size, found = 2 if in_16_bits else 4, [0]
+    for one in shape.encoders:
+        kept = round(positions * size * one.around)
+        if one.trained or one.adapted:
+            layers = replace(
+                shape,
+                kept_whole=0, made_anew=0, read_by_experts=0, experts=0, trains_norms=one.trained, norms=one.norms,
+                norms_by_torch=one.norms_by_torch, norms_heads=one.norms_heads,
+                adapted=() if one.trained else one.adapted, width=one.width, feed_forward=one.feed_forward,
+                kept_inside=one.kept_inside, in_one=one.in_one, queries=one.queries, keys=one.keys,
+                windows=(None,) * one.layers, readers=one.readers,
+            )  # fmt: skip
+            kept += _activation_bytes(layers, positions, config, in_16_bits=in_16_bits, on_gpu=on_gpu)
+        found.append(kept)
+    return max(found)
 
 
 def _adapter_bytes(shape: ModelShape, config: RunConfig, *, in_16_bits: bool, on_gpu: bool) -> tuple[int, int]:

@@ -280,7 +280,7 @@ def _fitting(found: Stats) -> Table:
 # An estimate of time and memory in a terminal.
 
 
-_PARTS = ("weights", "casts", "gradients", "optimizer", "activations", "logits", "reserve")
+_PARTS = ("weights", "casts", "gradients", "optimizer", "activations", "encoders", "logits", "reserve")
 _SHOWN_FROM = 0.005  # of the whole
 
 

@@ -15,15 +15,17 @@ from luthier.config.choices import Packing
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
 from luthier.packing.epoch import EpochPlan
-from luthier.packing.settings import SegmentTable
+from luthier.packing.settings import PATCH_COST, SegmentTable
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from luthier.check.plan.encoder_shapes import Adapted, EncoderShape
     from luthier.encoding.tokenizer import Tokenizer
 
 Ints = NDArray[np.int64]
+_OF_HEADS = ("q_norm.weight", "k_norm.weight")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -31,7 +33,8 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 class EpochWork:
     """What one epoch computes. ``attended``: int64, lengths of the stretches that attend to themselves, padding too.
 
-    ``tokens`` counts padding. ``largest_tokens`` and ``largest_targets`` are of the largest micro-batch.
+    ``tokens`` counts padding. ``largest_tokens`` and ``largest_targets`` are of the largest micro-batch,
+    ``largest_encoded`` are the most positions (patches, frames) that encoders run through for one.
     """
 
     tokens: int
@@ -40,6 +43,7 @@ class EpochWork:
     steps: int
     largest_tokens: int
     largest_targets: int
+    largest_encoded: int = 0
 
     @classmethod
     def of_plan(cls, plan: EpochPlan, table: SegmentTable) -> EpochWork:
@@ -60,7 +64,16 @@ class EpochWork:
             steps=plan.num_steps,
             largest_tokens=int((widest * num_rows).max()),
             largest_targets=int(of_batches.max()),
+            largest_encoded=_largest_encoded(plan, table),
         )
+
+
+def _largest_encoded(plan: EpochPlan, table: SegmentTable) -> int:
+    planned = plan.planned
+    if table.extra_costs is None or planned.starts is not None:
+        return 0
+    of_batches = np.add.reduceat(table.extra_costs[planned.segment_ids], planned.pack_bounds[planned.batch_bounds[:-1]])
+    return round(float(of_batches.max()) / PATCH_COST)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +105,8 @@ class ModelShape:
     in_one                   whether queries, keys and values are made by one matrix, and are kept as one
     queries, keys            heads x their width, of queries and of keys
     windows                  of each layer: how many tokens back it looks; None: all, 0: it has no attention
+    readers                  how many matrices of a layer read the stream
+    encoders                 of images and audio, which are in ``parameters`` and ``body`` and in nothing else here
     """
 
     parameters: int
@@ -123,6 +138,8 @@ class ModelShape:
     keys: int
     vocabulary: int
     windows: tuple[int | None, ...]
+    readers: int = 5
+    encoders: tuple[EncoderShape, ...] = ()
 
     @property
     def layers(self) -> int:
@@ -169,16 +186,16 @@ def shape_of(
     everything = list(model.named_parameters())
     whole = [one for _, one in everything if not (one.requires_grad and quantized) and id(one) not in quantized]
     matrices = [(name, one) for name, one in everything if one.ndim > 1 and tuple(one.shape) != table]
-    fused = list(_fused(model))
-    norms = [name for name, one in everything if name.endswith("norm.weight") and one.numel() == width]
-    norms = [name for name in norms if not name.endswith(("q_norm.weight", "k_norm.weight"))]
+    fused, (adapted, encoders) = list(_fused(model)), _apart(model)
+    norms = list(_stream_norms(everything, width))
     return ModelShape(
         norms=len(norms) // layers or 2,
         norms_by_torch=any(
             type(model.get_submodule(name.removesuffix(".weight"))).__name__ == "LayerNorm" for name in norms
         ),
         norms_heads=any(name.endswith("q_norm.weight") for name, _ in everything),
-        adapted=tuple(_adapted(model)),
+        adapted=adapted,
+        encoders=encoders,
         parameters=sum(one.numel() for _, one in everything),
         trainable=sum(one.numel() for _, one in everything if one.requires_grad),
         weight_bytes=sum(quantized.get(id(one), _num_bytes(one)) for _, one in everything),
@@ -207,6 +224,19 @@ def shape_of(
         vocabulary=table[0],
         windows=tuple(_windows(said, layers)),
     )
+
+
+def _stream_norms(everything: list[tuple[str, torch.nn.Parameter]], width: int) -> Iterator[str]:
+    """Names of the weights of norms that are as wide as the stream, those of queries and keys left out."""
+    for name, one in everything:
+        if name.endswith("norm.weight") and one.numel() == width and not name.endswith(_OF_HEADS):
+            yield name
+
+
+def _apart(model: PreTrainedModel) -> tuple[Adapted, tuple[EncoderShape, ...]]:
+    from luthier.check.plan.encoder_shapes import apart
+
+    return apart(model, tuple(_adapted(model)))
 
 
 def _adapted(model: PreTrainedModel) -> Iterator[tuple[str, int, int, int]]:
@@ -258,7 +288,7 @@ def _feed_forward(said: Mapping[str, Any], width: int) -> int:
     return (dense * whole + (layers - dense) * (one * chosen + shared)) // layers
 
 
-_ONE_STEP = {"gelu", "gelu_pytorch_tanh", "relu", "silu", "swish"}  # activations that keep their input alone
+ONE_STEP = {"gelu", "gelu_pytorch_tanh", "relu", "silu", "swish"}  # activations that keep their input alone
 
 
 def _kept_inside(said: Mapping[str, Any], matrices: list[torch.nn.Parameter], width: int, layers: int) -> int:
@@ -269,7 +299,7 @@ def _kept_inside(said: Mapping[str, Any], matrices: list[torch.nn.Parameter], wi
     if sum(sizes) > 2.5 * layers * width * inside:
         return 4
     names = [said.get(name) for name in ("hidden_act", "hidden_activation", "activation_function")]
-    return 2 if _ONE_STEP.intersection(filter(None, names)) else 5
+    return 2 if ONE_STEP.intersection(filter(None, names)) else 5
 
 
 def _windows(said: Mapping[str, Any], layers: int) -> Iterator[int | None]:
