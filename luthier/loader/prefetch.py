@@ -44,6 +44,17 @@ _STATES = {"R": "runs", "D": "waits for a disk", "T": "was stopped", "t": "is he
 _KEPT_FROM_WORKERS = {signal.SIGINT, signal.SIGTERM}  # the trainer's to answer, though the whole group gets them
 
 
+def _words_to() -> int:
+    """Where workers print: with the errors of this process, also where a notebook or a test has put an object without a
+    file in their place."""
+    with contextlib.suppress(AttributeError, OSError):  # None in a process without a terminal; a stream in memory
+        return sys.stderr.fileno()
+    with contextlib.suppress(OSError):
+        os.fstat(2)
+        return 2
+    return subprocess.DEVNULL
+
+
 class WorkerProcess:
     """One process that reads micro-batches, in the order in which they are given to it.
 
@@ -83,7 +94,7 @@ class WorkerProcess:
                 env=environment,
                 pass_fds=[theirs.fileno(), *slots.descriptors],
                 stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),
+                stdout=_words_to(),
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -5,6 +5,7 @@ Faults are real. Those inside a worker come from a ``sitecustomize`` that its Py
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
@@ -79,6 +80,14 @@ def test_a_fault_in_a_worker_is_told_within_five_seconds_with_its_rows(
     assert [address.row for address in caught.value.rows[:4]] == [41, 42, 43, 44]
     assert str(caught.value.pid) in str(caught.value)
     assert not children()
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), None], ids=["in memory", "none"])
+def test_workers_start_where_errors_are_written_to_no_file(
+    store: SampleStore, monkeypatch: pytest.MonkeyPatch, stream: io.StringIO | None
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)  # as in a notebook, or under contextlib.redirect_stderr
+    assert len(list(iterate(reader_of(store), plan_rows(store), num_workers=2))) == 100
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGSTOP"])
