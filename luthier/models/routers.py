@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from luthier.config.schema import TrainConfig
 from luthier.errors import ModelError
+from luthier.models.submodules import unsharded_class
 from luthier.records import Batch
 from luthier.writing import counted
 
@@ -220,7 +221,7 @@ def balanced_routers(model: nn.Module, train: TrainConfig) -> Routers | None:
 
 def _recorder(model: nn.Module) -> Any:
     """How transformers takes the router's logits of a model whose file has this loss."""
-    if not hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
+    if not hasattr(sys.modules[unsharded_class(model).__module__], "load_balancing_loss_func"):
         return None
     for module in model.modules():
         spec = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")

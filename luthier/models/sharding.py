@@ -35,7 +35,7 @@ from luthier.config.choices import Sharding
 from luthier.errors import CheckpointError, ModelError, UserError
 from luthier.models.adapter_files import saves_embeddings
 from luthier.models.adapters import decoder_layers
-from luthier.models.submodules import is_multimodal, plain_model
+from luthier.models.submodules import is_multimodal, plain_model, unsharded_class
 from luthier.writing import counted
 
 # What accelerate's launcher sets where somebody else is to divide the work; none of it is followed here.
@@ -125,14 +125,6 @@ def divisible_layers(model: PreTrainedModel | PeftModel) -> nn.ModuleList:
 def is_sharded(model: nn.Module) -> bool:
     """Whether `shard` has divided it."""
     return isinstance(plain_model(model), FSDPModule)
-
-
-def unsharded_class(model: nn.Module) -> type[Any]:
-    """The class that a model is of; dividing it makes a class of its own."""
-    kind = type(plain_model(model))
-    if not issubclass(kind, FSDPModule):
-        return kind
-    return next(base for base in kind.__bases__ if base is not FSDPModule)
 
 
 def gather_all(model: nn.Module) -> None:

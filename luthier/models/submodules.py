@@ -12,6 +12,7 @@ from typing import Any
 
 from peft import PeftModel
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -38,6 +39,14 @@ def plain_model(model: nn.Module) -> Any:
     while isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def unsharded_class(model: nn.Module) -> type[Any]:
+    """The class that a model is of; dividing it among ranks makes a class of its own, in a module of torch."""
+    kind = type(plain_model(model))
+    if not issubclass(kind, FSDPModule):
+        return kind
+    return next(base for base in kind.__bases__ if base is not FSDPModule)
 
 
 def output_layer(model: PreTrainedModel) -> Any:

@@ -358,7 +358,7 @@ def summarise_model(setup: RunSetup, trainer: Trainer) -> ModelSummary:
     total, trainable = adapters.count_parameters(model)
     return ModelSummary(
         name=config.model.name_or_path,
-        architecture=sharding.unsharded_class(loaded.model).__name__,
+        architecture=submodules.unsharded_class(loaded.model).__name__,
         parameters=total,
         trainable_parameters=trainable,
         dtype=numerics.weight_types(model),

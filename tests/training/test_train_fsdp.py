@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_rows import epoch_steps, run_data
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3MoeConfig
 
 from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 from luthier.errors import UserError
@@ -55,6 +55,13 @@ CASES: dict[str, dict[str, Any]] = {
     "rm": {"objective": "rm"},
     # the reference is a second model; bad rows count little, so that the KL is not clamped to 0
     "kto": {**PACKED, "objective": {"name": "kto", "beta": 0.5, "undesirable_weight": 0.05}},
+    # a loss balances the load of its experts, over both ranks
+    "experts": {**PACKED, "objective": "sft", "model": {"name_or_path": "experts"}},
+    "experts, dpo, lora": {
+        "objective": "dpo",
+        "adapter": {"type": "lora", "r": 4},
+        "model": {"name_or_path": "experts"},
+    },
 }
 TURNS_OF_ROWS = {"turns": 4}
 RESUMED = ("sft", "lora in bf16", "lora in 4 bits")
@@ -79,9 +86,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     if not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo")
     root = tmp_path_factory.mktemp("shards")
+    _model_of_experts(root)
     jobs = [_job(root, case) for case in CASES]
     jobs += [_job(root, case, name=f"{case} again", resume=str(root / case / "checkpoint-2")) for case in RESUMED]
-    one = _alone(root, "sft", "sft of one")
+    one = _alone(root, "sft", "sft of one", models=root)
     jobs.append(_job(root, "sft", name="sft from one", resume=str(Path(one.output_dir) / "checkpoint-2")))
     errors = root / "shards.stderr"
     assert run_ranks(PROGRAM, str(root), json.dumps(jobs), errors=errors) == [0, 0], errors.read_text()
@@ -89,9 +97,20 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return Ranks(root=root, seen=seen, one=one)
 
 
-def _changes(case: str, *, turns: int) -> dict[str, Any]:
+def _model_of_experts(root: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {**UNTIED, "num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 16}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+    ids = {"vocab_size": 2048, "pad_token_id": 2032, "bos_token_id": 1, "eos_token_id": 2034}
+    config = Qwen3MoeConfig(**sizes, **experts, **ids, initializer_range=0.2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(root / "experts")
+
+
+def _changes(case: str, *, turns: int, models: Path) -> dict[str, Any]:
+    model = {"model": {"name_or_path": str(models / "experts")}} if "model" in CASES[case] else {}
     return {
         **CASES[case],
+        **model,
         "train__max_steps": 3,
         "train__gradient_accumulation_steps": turns,
         "train__per_device_train_batch_size": 1,
@@ -103,7 +122,7 @@ def _changes(case: str, *, turns: int) -> dict[str, Any]:
 
 
 def _job(root: Path, case: str, *, name: str | None = None, **output: str) -> dict[str, Any]:
-    changes = {**_changes(case, turns=TURNS), "runtime__sharding": "fsdp"}
+    changes = {**_changes(case, turns=TURNS, models=root), "runtime__sharding": "fsdp"}
     changes |= {f"output__{key}": value for key, value in output.items()}
     store = str(root / f"{case} store")
     return {
@@ -116,8 +135,9 @@ def _job(root: Path, case: str, *, name: str | None = None, **output: str) -> di
     }
 
 
-def _alone(root: Path, case: str, name: str, **output: str) -> RunResult:
-    changes = {key: value for key, value in _changes(case, turns=2 * TURNS).items() if key != "objective"}
+def _alone(root: Path, case: str, name: str, *, models: Path, **output: str) -> RunResult:
+    changes = _changes(case, turns=2 * TURNS, models=models)
+    del changes["objective"]
     del changes["train__gradient_accumulation_steps"], changes["train__max_steps"]
     objective = CASES[case]["objective"]
     objective = {"name": objective} if isinstance(objective, str) else objective
@@ -178,13 +198,19 @@ def test_what_cannot_be_divided_is_refused(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_divided_run_is_the_run_of_one_process(ranks: Ranks, tmp_path: Path, case: str) -> None:
-    found, expected = ranks.result(case), ranks.one if case == "sft" else _alone(tmp_path, case, case)
+    found, expected = (
+        ranks.result(case),
+        ranks.one if case == "sft" else _alone(tmp_path, case, case, models=ranks.root),
+    )
     assert found.world_size == 2 and found.model.architecture == expected.model.architecture
     assert found.model.parameters == expected.model.parameters
     if "bf16" in case:  # what is computed in bf16 is rounded by row, and rows share micro-batches otherwise
         _require_same(found, expected, within={"weights": 5e-3, "steps": 2e-2})
         return
     _require_same(found, expected)
+    for step, other_step in zip(found.steps, expected.steps, strict=True):
+        assert step.measures == pytest.approx(other_step.measures, rel=1e-4, abs=1e-5)
+        assert ("router_aux_loss" in step.measures) == ("experts" in case)
     for one, other in zip(found.generations, expected.generations, strict=True):
         assert [r.generated for r in one.records] == [r.generated for r in other.records]
     assert len(found.generations) == (2 if "eval__generate_rows" in CASES[case] else 0)
@@ -208,7 +234,8 @@ def test_a_divided_run_goes_on_as_if_nothing_had_happened(ranks: Ranks, case: st
 
 def test_either_kind_of_run_goes_on_from_the_other(ranks: Ranks, tmp_path: Path) -> None:
     of_ranks = ranks.result("sft from one")
-    of_one = _alone(tmp_path, "sft", "from ranks", resume=str(ranks.root / "sft" / "checkpoint-2"))
+    checkpoint = str(ranks.root / "sft" / "checkpoint-2")
+    of_one = _alone(tmp_path, "sft", "from ranks", models=ranks.root, resume=checkpoint)
     weights = _weights(ranks.one)
     for found in (of_ranks, of_one):
         assert [step.step for step in found.steps] == [3]
