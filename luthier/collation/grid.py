@@ -1,7 +1,7 @@
 """Packs laid out as rows and columns, in numpy alone. B rows, T tokens a row (the longest, rounded up).
 
 A `Grid` is what travels from a worker process to the trainer: five bytes a token, where the tensors that the model
-gets take twenty-four.
+gets take twenty-four. `MediaInputs`, the second half, adds what the model gets of the media in one.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def test_a_list_that_is_given_up_leaves_the_one_that_is_there(tmp_path: Path) ->
     assert (tmp_path / "quarantine.jsonl").read_text(encoding="utf-8") == "of before\n"
 
 
-def test_a_million_lost_rows_are_listed_one_at_a_time(described: dict[str, Any], tmp_path: Path) -> None:
+def test_very_many_lost_rows_are_listed_one_at_a_time(described: dict[str, Any], tmp_path: Path) -> None:
     one = luthier.prepare(described).train
     row = next(number for number in range(len(one)) if one.row_numbers[number] == LONG[0])
     many = 200_000
