@@ -121,7 +121,7 @@ def test_a_cell_can_come_out_otherwise(
     other = dict(outcomes) | {cell: found}
     assert matrix.support_page(other, {}) != matrix.support_page(outcomes, {})
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("a fault of ours")
 
     monkeypatch.setattr(fit, "make_model", broken)
