@@ -40,8 +40,8 @@ def left_out(model: PreTrainedModel, section: AdapterConfig) -> list[str]:
         if weight.ndim > 2 and ".experts." in name and "base_layer" not in name and not weight.requires_grad
     ]
     is_all = section.type is AdapterType.LORA and section.target_modules == [ALL_LINEAR]
-    is_of_rows = "token_adapter"  # PEFT's own module for the rows of new tokens in an output layer
-    uncalled = [name for name in unheard if parts.of(name) in section.train_parts and is_of_rows not in name]
+    of_rows = "token_adapter"  # PEFT's own module for the rows of new tokens in an output layer
+    uncalled = [name for name in unheard if parts.of(name) in section.train_parts and of_rows not in name]
     found = {
         "experts in one tensor: adapter.target_parameters names them": experts if is_all else [],
         "the model takes their weights without calling these layers": uncalled,
