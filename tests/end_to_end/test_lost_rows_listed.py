@@ -235,7 +235,7 @@ def test_a_list_that_is_given_up_leaves_the_one_that_is_there(tmp_path: Path) ->
 def test_very_many_lost_rows_are_listed_one_at_a_time(described: dict[str, Any], tmp_path: Path) -> None:
     one = luthier.prepare(described).train
     row = next(number for number in range(len(one)) if one.row_numbers[number] == LONG[0])
-    many = 200_000
+    many = 30_000
     rows: PreparedSet = one.take(np.full(many, row), ledger=type(one.ledger)(read=many, prepared=many))
     index = SegmentIndex(rows, max_length=256, overflow=Overflow.DROP)
     assert len(index.lost_rows) == many
