@@ -41,10 +41,10 @@ def way_out(reason: str) -> str:
 
 def rows_beside(notes: Mapping[str, int]) -> str:
     """The rows that were read and are not among those of a ledger of training rows, which the notes count: ``", and
-    besides 6 are held out"``; "" where there are none."""
+    6 more are held out"``; "" where there are none."""
     held_out, same = notes.get(HELD_OUT, 0), notes.get(SAME_AS_HELD_OUT, 0)
-    told = f", and besides {counted(held_out, 'is', 'are')} held out" if held_out else ""
-    return f"{told}, {counted(same, 'left out that is', 'left out that are')} the same" if same else told
+    told = f", and {counted(held_out, 'more is', 'more are')} held out" if held_out else ""
+    return f"{told}; {counted(same, 'more is', 'more are')} left out, as the same row is held out" if same else told
 
 
 @dataclass(kw_only=True, slots=True)

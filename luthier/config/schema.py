@@ -72,11 +72,11 @@ class AdapterConfig(Section):
         | Literal["gaussian", "pissa", "olora", "orthogonal", "eva", "corda", "lora_ga", "loftq"]
         | Annotated[str, Field(pattern=r"^pissa_niter_[1-9]\d{0,3}$", examples=["pissa_niter_16"])]
     ) = True
-    """``pissa`` starts from the principal singular directions, ``pissa_niter_16`` from what 16 (or as many as you
-    write) quick steps find of them; ``eva`` from the directions in which the inputs of each layer vary most, over the
-    first rows, ``corda`` from the part of each weight that matters most to these inputs, ``lora_ga`` from the first
-    gradient of each weight; ``loftq`` from what ``model.quantization`` rounds away. Where a part of the base becomes
-    the adapter (``pissa``, ``olora``, ``corda``, ``lora_ga``), a plain LoRA is saved."""
+    """``pissa`` starts from the principal singular directions; ``pissa_niter_16`` finds them nearly, in 16 quick steps
+    or as many as you write; ``eva`` from the directions in which the inputs of each layer vary most, over the first
+    rows, ``corda`` from the part of each weight that matters most to these inputs, ``lora_ga`` from the first gradient
+    of each weight; ``loftq`` from what ``model.quantization`` rounds away. Where a part of the base becomes the
+    adapter (``pissa``, ``olora``, ``corda``, ``lora_ga``), a plain LoRA is saved."""
     loraplus_lr_ratio: choices.Positive | None = None
     """LoRA+: learning rate of B over that of A."""
     oft_block_size: choices.Size = 32

@@ -151,10 +151,10 @@ def test_the_figures_of_rows_that_are_told_add_up(
     run.write_text(json.dumps(described), encoding="utf-8")
     app(["train", str(run)], standalone_mode=False)
     told = " ".join(capsys.readouterr().out.split())
-    (read, trained, dropped, quarantined, besides), *_ = re.findall(
-        r"([\d,]+) read = ([\d,]+) trained \+ (\d+) dropped \+ (\d+) quarantined, and besides (\d+) are held out", told
+    (read, trained, dropped, quarantined, held_out), *_ = re.findall(
+        r"([\d,]+) read = ([\d,]+) trained \+ (\d+) dropped \+ (\d+) quarantined, and (\d+) more are held out", told
     )
-    assert int(read) == int(trained) + int(dropped) + int(quarantined) and int(besides) == 12
+    assert int(read) == int(trained) + int(dropped) + int(quarantined) and int(held_out) == 12
     if when == "before":
         (whole, train, held_out, same, cut), *_ = re.findall(
             r"Prepared (\d+) rows in \S+ s: (\d+) to train on, (\d+) to evaluate on, (\d+) left out as the same are "
@@ -162,7 +162,7 @@ def test_the_figures_of_rows_that_are_told_add_up(
         )  # fmt: skip
         assert int(whole) == int(train) + int(held_out) + int(same) + int(cut) == ROWS + REPEATED - 3
         assert train == trained
-        assert f", and besides 12 are held out, {same} left out that are the same" in told
+        assert f", and 12 more are held out; {same} more are left out, as the same row is held out" in told
 
 
 def test_where_all_rows_are_trained_on_one_figure_is_told(
@@ -173,7 +173,7 @@ def test_where_all_rows_are_trained_on_one_figure_is_told(
     run.write_text(json.dumps(described), encoding="utf-8")
     app(["prepare", str(run)], standalone_mode=False)
     told = capsys.readouterr().out
-    assert re.search(r"Prepared 4 rows in \S+ s   4 encoded", told) and "besides" not in told
+    assert re.search(r"Prepared 4 rows in \S+ s   4 encoded", told) and "held out" not in told
 
 
 @pytest.mark.parametrize(("overflow", "lost"), [("truncate", 0), ("split", 0), ("drop", len(LONG))])
