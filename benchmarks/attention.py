@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3Model
 
-from luthier.collation import collate_packs, collate_trees
+from luthier.collation.collator import collate_packs, collate_trees
 from luthier.models.attention import SEGMENTS, register_attention
-from luthier.models.attention_inputs import Isolation, attention_inputs
+from luthier.models.mixers import Isolation, attention_inputs
 from luthier.records import Batch, Branch, Pack, Sample
 
 TOKENS = 4096

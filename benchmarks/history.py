@@ -16,7 +16,8 @@ from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import luthier
-from luthier.collation import CollateSettings, collate_packs, collate_trees
+from luthier.collation import CollateSettings
+from luthier.collation.collator import collate_packs, collate_trees
 from luthier.models.isolation import ChosenIsolation, choose_isolation
 from luthier.models.passes import find_head, score_targets
 from luthier.objectives.token_scores import token_scores

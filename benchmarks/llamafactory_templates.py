@@ -25,7 +25,7 @@ from luthier.errors import RowError
 from luthier.presets.named_templates import named_template, template_facts
 from luthier.records import Message, Text, ToolCall
 from luthier.rendering.template import ChatTemplate
-from luthier.templating.limits import TemplateSettings
+from luthier.templating import TemplateSettings
 
 Tally = dict[str, Counter[str]]
 SPECIAL = {"bos_token": "<BOS>", "eos_token": "<EOS>"}

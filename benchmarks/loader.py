@@ -32,9 +32,9 @@ import luthier
 from benchmarks.harness.conversations import package_file, write_conversations
 from benchmarks.harness.processes import load
 from benchmarks.harness.runs import description, qwen3_tokenizer
-from luthier.collation import collate_packs
+from luthier.collation.collator import collate_packs
 from luthier.loader.reader import BatchReader
-from luthier.preparation.prepared import Prepared
+from luthier.preparation import Prepared
 from luthier.records import IGNORE_INDEX, Batch, Pack
 
 CAPACITY, PADDED_ROWS, PAD = 4096, 8, 0

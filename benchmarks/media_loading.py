@@ -35,7 +35,8 @@ from benchmarks.harness.pictures import picture_rows, vision_model, write_photog
 from benchmarks.harness.processes import cpu_seconds, load
 from benchmarks.harness.runs import description, qwen3_tokenizer
 from luthier.collation import MediaInputs
-from luthier.media import MediaAccess, decode
+from luthier.media.files import MediaAccess
+from luthier.media.files.decoding import decode
 from luthier.records import Batch
 
 BATCH, MAX_LENGTH = 4, 4096

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from luthier.config.choices import MixtureBy, MixtureStop, Packing
+from luthier.packing import PlanSettings, SegmentTable
 from luthier.packing.epoch import describe, plan_epoch, straggler_factor
 from luthier.packing.order import MAX_ROWS, MixtureSettings, RowOrder
 from luthier.packing.packer import plan_packs
-from luthier.packing.settings import PlanSettings, SegmentTable
 
 SIZES = (10_000, 100_000, 1_000_000)
 ROUNDS = 3

@@ -17,12 +17,11 @@ from rich.table import Table
 from torch import nn
 from transformers import BambaConfig, BambaModel, Lfm2Config, Lfm2Model, Qwen3NextConfig, Qwen3NextModel
 
-from luthier.collation import collate_packs
+from luthier.collation.collator import collate_packs
+from luthier.models import set_text_attention
 from luthier.models.attention import SEGMENTS, register_attention
-from luthier.models.attention_inputs import Isolation
 from luthier.models.isolation import ChosenIsolation
-from luthier.models.mixers import part_mixers
-from luthier.models.submodules import set_text_attention
+from luthier.models.mixers import Isolation, part_mixers
 from luthier.records import Batch, Pack, Segment
 
 TOKENS = 4096

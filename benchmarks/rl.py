@@ -44,7 +44,7 @@ from benchmarks.harness.runs import VOCAB_SIZE, peer_environments, python_with, 
 from benchmarks.harness.training_material import short_pairs, write_rows
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.tokenizer import load_tokenizer
-from luthier.engines.engine import Completion, Request
+from luthier.engines import Completion, Request
 from luthier.engines.local import LocalEngine
 from luthier.presets import model_folder, tokenizer_folder
 

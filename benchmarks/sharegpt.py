@@ -34,7 +34,7 @@ from luthier.config.inputs import ModelConfig, SourceConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.records import Conversation, Row, Sample
-from luthier.sources.rows import RawRow
+from luthier.sources import RawRow
 from luthier.sources.source import Source, open_sources
 from tests.oracles.chat_rows import Chat, hugging_face_render
 from tests.oracles.refusals import TROUBLE

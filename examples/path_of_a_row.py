@@ -18,7 +18,8 @@ import luthier
 from luthier.encoding.encoder import Encoder
 from luthier.layout.cutting import cut_segment
 from luthier.presets import model_folder
-from luthier.sources import open_sources, resolve_sources
+from luthier.sources.origins import resolve_sources
+from luthier.sources.source import open_sources
 
 ROW = {
     "messages": [

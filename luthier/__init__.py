@@ -27,13 +27,13 @@ logging.getLogger("torch.utils._pytree").addFilter(_is_worth_telling)
 
 if TYPE_CHECKING:
     from luthier.check.golden import Rounding as Rounding
-    from luthier.check.plan.costs import DataPlan as DataPlan
-    from luthier.check.plan.costs import DrawingPlan as DrawingPlan
-    from luthier.check.plan.costs import HistoryCost as HistoryCost
-    from luthier.check.plan.costs import LongRow as LongRow
-    from luthier.check.plan.costs import MediaCount as MediaCount
-    from luthier.check.plan.costs import RunPlan as RunPlan
-    from luthier.check.plan.costs import SourcePlan as SourcePlan
+    from luthier.check.plan import DataPlan as DataPlan
+    from luthier.check.plan import DrawingPlan as DrawingPlan
+    from luthier.check.plan import HistoryCost as HistoryCost
+    from luthier.check.plan import LongRow as LongRow
+    from luthier.check.plan import MediaCount as MediaCount
+    from luthier.check.plan import RunPlan as RunPlan
+    from luthier.check.plan import SourcePlan as SourcePlan
     from luthier.check.plan.estimate import Device as Device
     from luthier.check.plan.estimate import Estimate as Estimate
     from luthier.check.plan.estimate import Memory as Memory
@@ -46,19 +46,19 @@ if TYPE_CHECKING:
     from luthier.check.show.view import RowView as RowView
     from luthier.check.show.view import SegmentView as SegmentView
     from luthier.check.show.view import TokenView as TokenView
-    from luthier.check.verify.findings import Check as Check
-    from luthier.check.verify.findings import CheckResult as CheckResult
-    from luthier.check.verify.findings import FailedRow as FailedRow
-    from luthier.check.verify.findings import Method as Method
-    from luthier.check.verify.findings import Token as Token
-    from luthier.check.verify.findings import VerifyReport as VerifyReport
-    from luthier.check.verify.findings import Violation as Violation
+    from luthier.check.verify import Check as Check
+    from luthier.check.verify import CheckResult as CheckResult
+    from luthier.check.verify import FailedRow as FailedRow
+    from luthier.check.verify import Method as Method
+    from luthier.check.verify import Token as Token
+    from luthier.check.verify import VerifyReport as VerifyReport
+    from luthier.check.verify import Violation as Violation
     from luthier.check.verify.run import Side as Side
     from luthier.check.verify.run import VerifyOptions as VerifyOptions
     from luthier.check.verify.run import VerifyProgress as VerifyProgress
+    from luthier.collation import MediaInputs as MediaInputs
     from luthier.collation.collator import collate as collate
     from luthier.collation.collator import media_inputs as media_inputs
-    from luthier.collation.grid import MediaInputs as MediaInputs
     from luthier.config.choices import Overflow as Overflow
     from luthier.config.choices import Packing as Packing
     from luthier.config.choices import RowKind as RowKind
@@ -72,23 +72,23 @@ if TYPE_CHECKING:
     from luthier.config.objective import register_objective as register_objective
     from luthier.config.schema import GenerateConfig as GenerateConfig
     from luthier.config.schema import RunConfig as RunConfig
-    from luthier.encoding.interface import EncodeOptions as EncodeOptions
-    from luthier.encoding.interface import encode as encode
-    from luthier.encoding.interface import encode_many as encode_many
-    from luthier.encoding.interface import encode_prompt as encode_prompt
+    from luthier.encoding import EncodeOptions as EncodeOptions
+    from luthier.encoding import encode as encode
+    from luthier.encoding import encode_many as encode_many
+    from luthier.encoding import encode_prompt as encode_prompt
     from luthier.encoding.replies import ReplyReader as ReplyReader
     from luthier.encoding.replies import parse_reply as parse_reply
     from luthier.encoding.tokenizer import AddedTokens as AddedTokens
     from luthier.encoding.tokenizer import Tokenizer as Tokenizer
     from luthier.encoding.tokenizer import load_tokenizer as load_tokenizer
-    from luthier.engines.engine import Completion as Completion
-    from luthier.engines.engine import Engine as Engine
-    from luthier.engines.engine import Finish as Finish
-    from luthier.engines.engine import NewTokens as NewTokens
-    from luthier.engines.engine import Refusal as Refusal
-    from luthier.engines.engine import Request as Request
-    from luthier.engines.engine import Session as Session
-    from luthier.engines.engine import WeightsName as WeightsName
+    from luthier.engines import Completion as Completion
+    from luthier.engines import Engine as Engine
+    from luthier.engines import Finish as Finish
+    from luthier.engines import NewTokens as NewTokens
+    from luthier.engines import Refusal as Refusal
+    from luthier.engines import Request as Request
+    from luthier.engines import Session as Session
+    from luthier.engines import WeightsName as WeightsName
     from luthier.engines.http import HttpEngine as HttpEngine
     from luthier.engines.local import LocalEngine as LocalEngine
     from luthier.errors import BudgetError as BudgetError
@@ -132,42 +132,44 @@ if TYPE_CHECKING:
     from luthier.loader.loader import Loader as Loader
     from luthier.loader.loader import Step as Step
     from luthier.loader.settings import LoaderOptions as LoaderOptions
-    from luthier.media.families.family import CAT as CAT
-    from luthier.media.families.family import Attention as Attention
-    from luthier.media.families.family import Batching as Batching
-    from luthier.media.families.family import Family as Family
-    from luthier.media.families.family import FrameMarks as FrameMarks
-    from luthier.media.families.family import MediaKind as MediaKind
-    from luthier.media.families.family import Modules as Modules
-    from luthier.media.families.family import OwnFrames as OwnFrames
-    from luthier.media.families.family import PackingSupport as PackingSupport
-    from luthier.media.families.family import Rule as Rule
-    from luthier.media.families.family import Settings as Settings
-    from luthier.media.families.family import SharedSlots as SharedSlots
+    from luthier.media.families import CAT as CAT
+    from luthier.media.families import Attention as Attention
+    from luthier.media.families import Batching as Batching
+    from luthier.media.families import Family as Family
+    from luthier.media.families import FrameMarks as FrameMarks
+    from luthier.media.families import MediaKind as MediaKind
+    from luthier.media.families import Modules as Modules
+    from luthier.media.families import OwnFrames as OwnFrames
+    from luthier.media.families import PackingSupport as PackingSupport
+    from luthier.media.families import Rule as Rule
+    from luthier.media.families import Settings as Settings
+    from luthier.media.families import SharedSlots as SharedSlots
     from luthier.media.families.table import register_family as register_family
-    from luthier.metrics.table import Metric as Metric
-    from luthier.metrics.table import register_metric as register_metric
+    from luthier.metrics import Metric as Metric
+    from luthier.metrics import register_metric as register_metric
     from luthier.metrics.texts import CorpusScore as CorpusScore
     from luthier.models.passes import ModelPass as ModelPass
-    from luthier.objectives.answer_losses import FeedbackBaselines as FeedbackBaselines
-    from luthier.objectives.answer_losses import FeedbackSettings as FeedbackSettings
-    from luthier.objectives.measures import Measure as Measure
-    from luthier.objectives.measures import SequenceLoss as SequenceLoss
-    from luthier.objectives.measures import measure as measure
+    from luthier.objectives import Measure as Measure
+    from luthier.objectives import SequenceLoss as SequenceLoss
+    from luthier.objectives import measure as measure
     from luthier.objectives.pair_formulas import Counterparts as Counterparts
     from luthier.objectives.pair_formulas import PairBaselines as PairBaselines
     from luthier.objectives.pair_formulas import PairScores as PairScores
     from luthier.objectives.pair_formulas import PairSettings as PairSettings
+    from luthier.objectives.token_losses import FeedbackBaselines as FeedbackBaselines
+    from luthier.objectives.token_losses import FeedbackSettings as FeedbackSettings
     from luthier.objectives.token_losses import TokenLoss as TokenLoss
     from luthier.objectives.token_losses import TokenQuantities as TokenQuantities
     from luthier.objectives.token_losses import TokenSettings as TokenSettings
     from luthier.objectives.token_losses import token_loss_sum as token_loss_sum
     from luthier.objectives.token_scores import TokenScores as TokenScores
+    from luthier.packing import UnitKind as UnitKind
     from luthier.packing.epoch import PlanSummary as PlanSummary
     from luthier.packing.epoch import SourceShare as SourceShare
     from luthier.packing.packer import plan_packs as plan_packs
-    from luthier.packing.settings import UnitKind as UnitKind
     from luthier.plugins import load_plugins as load_plugins
+    from luthier.prediction import TaskOptions as TaskOptions
+    from luthier.prediction import evaluate_tasks as evaluate_tasks
     from luthier.prediction.comparing import AnswerPair as AnswerPair
     from luthier.prediction.comparing import MetricComparison as MetricComparison
     from luthier.prediction.comparing import PredictionComparison as PredictionComparison
@@ -175,13 +177,11 @@ if TYPE_CHECKING:
     from luthier.prediction.predicting import Predicted as Predicted
     from luthier.prediction.predicting import PredictOptions as PredictOptions
     from luthier.prediction.predicting import predict as predict
-    from luthier.prediction.tasks import TaskOptions as TaskOptions
-    from luthier.prediction.tasks import evaluate_tasks as evaluate_tasks
+    from luthier.preparation import Numbering as Numbering
+    from luthier.preparation import Prepared as Prepared
+    from luthier.preparation import PreparedSet as PreparedSet
+    from luthier.preparation import SourceInfo as SourceInfo
     from luthier.preparation.prepare import Progress as Progress
-    from luthier.preparation.prepared import Numbering as Numbering
-    from luthier.preparation.prepared import Prepared as Prepared
-    from luthier.preparation.prepared import PreparedSet as PreparedSet
-    from luthier.preparation.prepared import SourceInfo as SourceInfo
     from luthier.presets.named_templates import Bos as Bos
     from luthier.presets.named_templates import NamedTemplate as NamedTemplate
     from luthier.presets.named_templates import SystemPrompt as SystemPrompt
@@ -216,38 +216,38 @@ if TYPE_CHECKING:
     from luthier.records import Unit as Unit
     from luthier.records import Video as Video
     from luthier.records import VideoHeader as VideoHeader
-    from luthier.rendering.replies.form import CallPiece as CallPiece
-    from luthier.rendering.replies.form import ReplyDelta as ReplyDelta
-    from luthier.rewards.dialogue_environment import DialogueEnvironment as DialogueEnvironment
-    from luthier.rewards.dialogue_environment import Over as Over
-    from luthier.rewards.dialogue_environment import verifiers_environment as verifiers_environment
-    from luthier.rewards.dialogue_environment import verifiers_rows as verifiers_rows
-    from luthier.sources import RepeatedIds as RepeatedIds
+    from luthier.rendering.replies import CallPiece as CallPiece
+    from luthier.rendering.replies import ReplyDelta as ReplyDelta
+    from luthier.rewards import DialogueEnvironment as DialogueEnvironment
+    from luthier.rewards import Over as Over
+    from luthier.rewards import verifiers_environment as verifiers_environment
+    from luthier.rewards import verifiers_rows as verifiers_rows
     from luthier.sources.formats.media import MediaQueue as MediaQueue
     from luthier.sources.formats.reading import Reading as Reading
     from luthier.sources.formats.table import FormatRule as FormatRule
     from luthier.sources.formats.table import register_format as register_format
-    from luthier.store.store import SampleStore as SampleStore
-    from luthier.templating.limits import TemplateLimits as TemplateLimits
-    from luthier.templating.limits import TemplateSettings as TemplateSettings
-    from luthier.training.losses.step_losses import MicroLoss as MicroLoss
-    from luthier.training.losses.step_losses import ObjectiveParts as ObjectiveParts
-    from luthier.training.losses.step_losses import Stateless as Stateless
-    from luthier.training.losses.step_losses import StepLosses as StepLosses
-    from luthier.training.losses.step_losses import micro_loss as micro_loss
+    from luthier.sources.source import RepeatedIds as RepeatedIds
+    from luthier.store import SampleStore as SampleStore
+    from luthier.templating import TemplateLimits as TemplateLimits
+    from luthier.templating import TemplateSettings as TemplateSettings
+    from luthier.training.losses import MicroLoss as MicroLoss
+    from luthier.training.losses import ObjectiveParts as ObjectiveParts
+    from luthier.training.losses import Stateless as Stateless
+    from luthier.training.losses import StepLosses as StepLosses
+    from luthier.training.losses import micro_loss as micro_loss
+    from luthier.training.report import DataSummary as DataSummary
+    from luthier.training.report import Ended as Ended
+    from luthier.training.report import EvalRecord as EvalRecord
+    from luthier.training.report import GenerationRecord as GenerationRecord
+    from luthier.training.report import GenerationRound as GenerationRound
+    from luthier.training.report import ModelSummary as ModelSummary
+    from luthier.training.report import RunResult as RunResult
+    from luthier.training.report import SourceSummary as SourceSummary
+    from luthier.training.report import StepRecord as StepRecord
     from luthier.training.report.events import Note as Note
     from luthier.training.report.events import Saved as Saved
     from luthier.training.report.events import Started as Started
     from luthier.training.report.report import Report as Report
-    from luthier.training.report.result import DataSummary as DataSummary
-    from luthier.training.report.result import Ended as Ended
-    from luthier.training.report.result import EvalRecord as EvalRecord
-    from luthier.training.report.result import GenerationRecord as GenerationRecord
-    from luthier.training.report.result import GenerationRound as GenerationRound
-    from luthier.training.report.result import ModelSummary as ModelSummary
-    from luthier.training.report.result import RunResult as RunResult
-    from luthier.training.report.result import SourceSummary as SourceSummary
-    from luthier.training.report.result import StepRecord as StepRecord
 else:  # hidden from type checkers, to which a module with a `__getattr__` has every name
     from ast import ImportFrom, parse
     from functools import cache

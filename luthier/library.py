@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from luthier.check.plan.costs import RunPlan
+    from luthier.check.plan import RunPlan
     from luthier.check.plan.estimate import Estimate
     from luthier.check.plan.stats import Contamination, Stats
     from luthier.check.show.view import RowView
-    from luthier.check.verify.findings import VerifyReport
+    from luthier.check.verify import VerifyReport
     from luthier.check.verify.run import VerifyOptions
     from luthier.config.draft import Draft
     from luthier.config.loading import RunDescription
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from luthier.loader.feed import FeedReader
     from luthier.loader.plan import StreamPlan
     from luthier.loader.settings import Loaded
+    from luthier.preparation import Prepared
     from luthier.preparation.prepare import Progress
-    from luthier.preparation.prepared import Prepared
-    from luthier.sources import RepeatedIds
+    from luthier.sources.source import RepeatedIds
     from luthier.training.data import RunData
+    from luthier.training.report import RunResult
     from luthier.training.report.report import Report
-    from luthier.training.report.result import RunResult
 
 Listener = Callable[[object], None]  # hears records of several kinds: `match event: case luthier.StepRecord(): …`
 
@@ -202,7 +202,7 @@ def plan(
 
     Raises `ConfigError`, `UserError` for an unknown device or data without a row, and what preparation raises.
     """
-    from luthier.check.plan.costs import drawing_of, with_media
+    from luthier.check.plan import drawing_of, with_media
     from luthier.check.plan.estimate import check_name
     from luthier.errors import ModelError
 
@@ -227,7 +227,8 @@ def stats(config: RunDescription, *, overrides: Sequence[str] = (), on_event: Li
     """
     from luthier.check.plan.stats import contaminated
     from luthier.check.plan.stats import stats as stats_of
-    from luthier.sources import open_sources, repeated_ids, resolve_sources
+    from luthier.sources.origins import resolve_sources
+    from luthier.sources.source import open_sources, repeated_ids
 
     with _described(config, overrides, on_event or _silent, "load") as run:
         loaded = _load(run, on_event or _silent)
@@ -288,7 +289,7 @@ def schedule_of(loaded: Loaded) -> StreamPlan:
 
 def plan_of(loaded: Loaded, schedule: StreamPlan) -> RunPlan:
     """The run's plan, without an estimate."""
-    from luthier.check.plan.costs import history_cost, plan_run
+    from luthier.check.plan import history_cost, plan_run
     from luthier.loader.settings import warmup_steps
     from luthier.training.streams import FEW_STEPS, length_notes, ways_to_more_steps
 
@@ -466,8 +467,7 @@ def _first_to_arrive(data: RunData, reader: FeedReader, encoder: Encoder, tell: 
         hint = "what became of them is in quarantine.jsonl, in output.dir"
         raise UserError("no training row is left", hint=hint, key="data.train")
     segment, tokenizer = data.train[0], encoder.tokenizer
-    pack = Pack(segments=(segment,))
-    return show_pack(pack, tokenizer, title=str(segment.address), control=tokenizer.control_ids)
+    return show_pack(Pack(segments=(segment,)), tokenizer, title=str(segment.address), control=tokenizer.control_ids)
 
 
 def _fingerprints(encoder: Encoder) -> dict[str, str]:

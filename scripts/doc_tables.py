@@ -12,7 +12,7 @@ from luthier.config.optimizers import OPTIMIZERS, Default
 from luthier.config.rollout import CodeConfig, CorrectionConfig, EngineConfig, RewardActorsConfig, RewardConfig
 from luthier.config.schema import RunConfig
 from luthier.config.words import JsonSchema, choices, expected, resolve, schema_at
-from luthier.media.families.family import Attention, Family, MediaKind, PackingSupport
+from luthier.media.families import Attention, Family, MediaKind, PackingSupport
 from luthier.media.families.table import FAMILIES, MODEL_TYPES, PROCESSORS
 from luthier.presets.named_templates import EOS, TEMPLATES
 

@@ -66,7 +66,7 @@ def verdicts() -> dict[str, Any]:
 
 def metric() -> dict[str, Any]:
     """Its metric: a right answer, a wrong one, and one that it has no say in."""
-    from luthier.metrics.table import Answered, chosen_metrics, measured
+    from luthier.metrics import Answered, chosen_metrics, measured
 
     pairs = [("b) 1", " b) 1"), ("b) 1", "c) 7"), ("1", "1")]
     answers = [Answered(row=str(n), expected=one, generated=(other,)) for n, (one, other) in enumerate(pairs)]

@@ -20,7 +20,7 @@ from tests.package_trees import PACKAGE, modules, parsed
 # Lowest first. A room may import rooms of earlier lines, and itself; rooms of one line are blind to each other,
 # except for the records of line one.
 LINES = (
-    "records errors ledger locks writing terminal plugins",
+    "records errors ledger writing terminal plugins kernels",
     "config presets templating metrics",
     "sources rendering layout rewards",
     "media packing",
@@ -101,7 +101,7 @@ def test_an_upward_import_would_be_found(tmp_path: Path) -> None:
 
 
 # All of `check/verify` judges, but for these, which hold what is judged: the encoder and its store.
-FETCHING = {"run.py", "samples.py"}
+FETCHING = {"run.py"}
 THE_JUDGED = ("luthier.rendering", "luthier.encoding", "luthier.store", "luthier.preparation")
 
 
@@ -379,11 +379,8 @@ EXCUSED_TYPES: dict[str, str] = {}
 EXCUSED_MODULES = {
     "adapters": "config checks the section of that name, models makes what the section says",
     "objective": "config has the section of that name, training puts together what the section says",
-    "settings": "each holds what its room is told",
-    "store": "cli has the commands of the store",
     "table": "each is its room's table that plugins add to",
-    "targets": "formats read what a row says of its targets, rendering does what it says",
-    "terminal": "each prints its room's record on the one console of `luthier.terminal`",
+    "terminal": "each prints its room's record on the one console of `luthier.writing`",
 }
 
 

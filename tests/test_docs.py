@@ -24,7 +24,7 @@ import pytest
 import uvicorn
 from PIL import Image
 
-from luthier.cli.main import run
+from luthier.__main__ import run
 from luthier.config.explain import what_is_meant
 from luthier.config.loading import load_config_text
 from luthier.serve.running import HttpServer

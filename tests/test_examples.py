@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from luthier.cli.main import EXIT_USER, run
+from luthier.__main__ import EXIT_USER, run
 from luthier.config.loading import load_config, load_config_text
 from luthier.errors import ConfigError
 from luthier.presets import dataset_rows

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.harness.processes import Finished, run
 from luthier.presets import model_folder
 
-LUTHIER = (sys.executable, "-m", "luthier.cli.main")
+LUTHIER = (sys.executable, "-m", "luthier.__main__")
 SHARED = Path(os.environ.get("LUTHIER_SHARED", Path(__file__).parents[2].parent / "shared"))
 VOCAB_SIZE = 151_936  # of Qwen3's models; its tokenizer has some ids fewer
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.check.verify.server import TokenServer
+from luthier.check.verify.reference_tokenizer import TokenServer
 from luthier.errors import UserError
 from luthier.writing import JsonObject, counted, write_whole
 

@@ -18,12 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from luthier.check.plan.terminal import ledger_line
+from luthier.check.show import CLOSE, CLOSE_ITEM, OPEN, OPEN_ITEM, lines_visible, visible
 from luthier.check.show.token_origins import MEDIA, TEMPLATE
-from luthier.check.show.token_text import CLOSE, CLOSE_ITEM, OPEN, OPEN_ITEM, lines_visible, visible
 from luthier.check.show.view import RowView, SegmentView, TokenView, shown_spans, span_text
-from luthier.check.verify import findings
+from luthier.check.verify import MEANING, METHOD_MEANING, CheckResult, FailedRow, Method, Token, VerifyReport, Violation
 from luthier.records import MediaItem
-from luthier.rendering.messages import kind_of_media
+from luthier.rendering import kind_of_media
 from luthier.writing import counted
 
 TARGET = "bold green"
@@ -261,7 +261,7 @@ _NOTES = {
 }
 
 
-def report_table(report: findings.VerifyReport) -> Group:
+def report_table(report: VerifyReport) -> Group:
     """All of the report but the failed rows."""
     parts: list[RenderableType] = [_headline(report), Padding(_checks(report), (1, 0, 1, 2))]
     parts.append(Padding(Group(*_counted_facts(report)), (0, 0, 1, 2)))
@@ -270,7 +270,7 @@ def report_table(report: findings.VerifyReport) -> Group:
     return Group(*parts)
 
 
-def failed_row(row: findings.FailedRow) -> Group:
+def failed_row(row: FailedRow) -> Group:
     """What is wrong with one row, and the tokens around the first place where it differs."""
     lines: list[RenderableType] = [Text(row.address, style="bold")]
     for violation in row.violations[:VIOLATIONS_SHOWN]:
@@ -284,7 +284,7 @@ def failed_row(row: findings.FailedRow) -> Group:
     return Group(*lines)
 
 
-def _headline(report: findings.VerifyReport) -> Text:
+def _headline(report: VerifyReport) -> Text:
     rows = counted(report.ledger.prepared, "row")
     scope = f"{rows} of {report.num_rows:,}" if report.num_rows is not None else rows
     facts = (
@@ -303,7 +303,7 @@ def _headline(report: findings.VerifyReport) -> Text:
     return Text.assemble((f"{report.split} data: ", "bold"), verdict, (f"   {facts}", "dim"))
 
 
-def _checks(report: findings.VerifyReport) -> Table:
+def _checks(report: VerifyReport) -> Table:
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     table.add_column("check", no_wrap=True)
@@ -316,9 +316,9 @@ def _checks(report: findings.VerifyReport) -> Table:
     return table
 
 
-def _check_row(result: findings.CheckResult) -> list[RenderableType]:
+def _check_row(result: CheckResult) -> list[RenderableType]:
     name = result.check.value
-    meaning = findings.MEANING[result.check]
+    meaning = MEANING[result.check]
     if result.violations:
         return [
             Text("✗", style="bold red"), Text(name, style="red"), f"{result.rows_checked:,}",
@@ -327,16 +327,14 @@ def _check_row(result: findings.CheckResult) -> list[RenderableType]:
     return [Text("✓", style="green"), name, f"{result.rows_checked:,}", Text("0", style="green"), meaning]
 
 
-def _counted_facts(report: findings.VerifyReport) -> list[RenderableType]:
+def _counted_facts(report: VerifyReport) -> list[RenderableType]:
     lines: list[RenderableType] = [Text(f"rendered a second time by {report.judge}", style="dim")]
     idle = [result.check.value for result in report.checks if not result.rows_checked and not result.violations]
     if idle:
         lines.append(Text(f"not applicable to any row: {', '.join(idle)}", style="dim"))
-    for method in findings.Method:
+    for method in Method:
         if report.methods[method]:
-            lines.append(
-                Text(f"{counted(report.methods[method], 'row')} {findings.METHOD_MEANING[method]}", style="dim")
-            )
+            lines.append(Text(f"{counted(report.methods[method], 'row')} {METHOD_MEANING[method]}", style="dim"))
     if report.control_strings:
         count = report.control_strings.total()
         named = ", ".join(f"{token} {n:,}×" for token, n in report.control_strings.most_common(STRINGS_SHOWN))
@@ -358,7 +356,7 @@ def _counted_facts(report: findings.VerifyReport) -> list[RenderableType]:
     return lines
 
 
-def _around(view: RowView, violation: findings.Violation) -> Table:
+def _around(view: RowView, violation: Violation) -> Table:
     """The tokens near the place, one a line; the one that differs is pointed at."""
     assert violation.index is not None, "asked only of violations that have a place"
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
@@ -378,7 +376,7 @@ def _around(view: RowView, violation: findings.Violation) -> Table:
     return table
 
 
-def _token_row(token: TokenView, *, here: bool, expected: findings.Token | None) -> list[RenderableType]:
+def _token_row(token: TokenView, *, here: bool, expected: Token | None) -> list[RenderableType]:
     text = visible(token.text) if token.num_tokens else "⋯"
     style = "bold red" if here else "green" if token.target else ""
     return [
@@ -391,5 +389,5 @@ def _token_row(token: TokenView, *, here: bool, expected: findings.Token | None)
     ]
 
 
-def _expected(token: findings.Token | None) -> Text:
+def _expected(token: Token | None) -> Text:
     return Text("") if token is None else Text(f"{token.id} {visible(token.text)}", style="bold")

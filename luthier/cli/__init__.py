@@ -1,1 +1,297 @@
-"""The command ``luthier``: thin; each command parses, calls and prints."""
+"""The command ``luthier``: thin; each command parses, calls and prints.
+
+Here: where a command prints (words for people, JSON for programs, never mixed), and the arguments that commands share.
+
+``--json -`` puts JSON alone on stdout and sends everything else, stray prints of libraries included, to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from luthier.errors import ConfigError, UserError, install_hint
+from luthier.ledger import SAME_AS_HELD_OUT
+from luthier.library import Listener, Remark
+from luthier.terminal import Terminal
+from luthier.writing import counted, to_json, write_text
+
+if TYPE_CHECKING:
+    from luthier.loader.settings import Loaded
+    from luthier.preparation import Prepared
+    from luthier.preparation.prepare import Progress as Progressed
+
+STDOUT = "-"
+# What each extra of the package brings.
+EXTRAS = {
+    "train": ("torch", "transformers", "peft", "accelerate", "safetensors", "matplotlib"),
+    "hub": ("datasets", "huggingface_hub"),
+    "media": ("av", "PIL", "torchvision"),
+    "ray": ("ray",),
+    "gguf": ("xllamacpp", "gguf", "sentencepiece"),
+    "kernels": ("liger_kernel",),
+    "metrics": ("sacrebleu",),
+    "serve": ("fastapi", "uvicorn"),
+}
+EXIT_UNTRUE = 3  # what was asked was answered, and the answer is no: it differs, it does not hold
+
+JsonTarget = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; '-' is stdout, with words on stderr."),
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """The two channels of a command: ``console`` for words, ``emit`` for the one JSON document."""
+
+    console: Console
+    json_target: str | None
+    json_stream: TextIO  # stdout as it was before prints were sent to stderr
+    emitted: list[str] = field(default_factory=list)  # where the one document went, once it did
+
+    def emit(self, data: dict[str, object]) -> None:
+        """Write ``data`` to the JSON target, if one was asked for. Not a number becomes null, as JSON wants it."""
+        if self.json_target is None:
+            return
+        self.emitted.append(self.json_target)
+        if self.json_target == STDOUT:
+            print(to_json(data), file=self.json_stream, flush=True)
+        else:
+            write_text(Path(self.json_target), to_json(data) + "\n")
+            self.tell_place("JSON", self.json_target)
+
+    def tell_place(self, what: str, path: Path | str) -> None:
+        """Say where a result is: ``page in diff.html``."""
+        self.console.print(Text.assemble((f"{what} in", "dim"), f" {path}"))
+
+
+@contextlib.contextmanager
+def reporting(json_target: str | None) -> Iterator[Output]:
+    """The output of a command that reports; whatever ends it early is also told as JSON, ``{"error": {…}}``."""
+    stdout = sys.stdout
+    with contextlib.ExitStack() as stack:
+        if json_target == STDOUT:
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        output = Output(console=Terminal(), json_target=json_target, json_stream=stdout)
+        try:
+            yield output
+        except BaseException as error:
+            is_told = bool(output.emitted) or isinstance(error, (typer.Exit, GeneratorExit))
+            if not is_told and os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+                output.emit({"error": error_as_json(error)})
+            raise
+
+
+def as_mistake(error: BaseException) -> BaseException:
+    """The error itself; for a missing package of an extra, and for memory that ran out, the `UserError` that says what
+    to do."""
+    if _is_of_memory(error):
+        return UserError(
+            f"memory ran out: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            hint="less is needed with a smaller data.max_length or train.per_device_train_batch_size, with "
+            "train.gradient_checkpointing: true, adapter: lora, or a smaller model; luthier plan estimates it",
+        )
+    if not isinstance(error, ModuleNotFoundError):
+        return error
+    package = (error.name or "").partition(".")[0]
+    extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+    if extra is None:
+        return error
+    return UserError(f"this needs the package {package!r}, which is not installed", hint=install_hint(extra))
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    """torch has a class for a GPU's memory, and for the machine's own a sentence of its allocator."""
+    told = isinstance(error, RuntimeError) and re.search(r"can't allocate memory|not enough memory", str(error))
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or bool(told)
+
+
+def error_as_json(error: BaseException) -> dict[str, object]:
+    """An error for programs: its class, message, hint, and a config's problems one by one."""
+    error = as_mistake(error)
+    told: dict[str, object] = {"type": type(error).__name__, "message": str(error), "hint": None}
+    if isinstance(error, UserError):
+        told |= {"message": error.message, "hint": error.hint, "where": error.where, "key": error.key}
+    if isinstance(error, ConfigError):
+        told["problems"] = [
+            {"where": problem.where, "key": problem.key, "what": problem.what, "hint": problem.hint}
+            for problem in error.problems
+        ]
+    return told
+
+
+# ---- What commands share: their arguments, and the printing of what a run says before it trains.
+
+ConfigFile = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="The run description, a YAML file.", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Values that win over the file's: train.max_steps=10"),
+]
+
+
+@contextmanager
+def listening(console: Console, heard: Listener | None = None) -> Iterator[Listener]:
+    """A listener for the functions of `luthier.library`: it shows remarks, and a line of progress while rows are
+    prepared. ``heard`` gets every event, once the line is gone where the event ends it.
+    """
+    from luthier.config.schema import RunConfig
+    from luthier.loader.settings import Loaded
+    from luthier.preparation.prepare import Progress as Progressed
+
+    with ExitStack() as line:
+        shown: list[Callable[[Progressed], None]] = []
+
+        def hear(event: object) -> None:
+            match event:
+                case RunConfig():
+                    wanted = event.tracking.progress
+                    shown.append(line.enter_context(preparing(console, wanted=wanted)))
+                case Progressed():
+                    shown[-1](event)
+                case Loaded():
+                    line.close()
+                case Remark():
+                    console.print(Text(event.text, style="yellow"))
+            if heard is not None:
+                heard(event)
+
+        yield hear
+
+
+def tell_preparation(loaded: Loaded, console: Console) -> None:
+    """One line: how many rows, what they are for, how many of them are new, how long it took; and where the lost ones
+    are."""
+    prepared = loaded.prepared
+    uses = _uses(loaded)
+    text = Text.assemble(
+        ("Prepared ", "bold"),
+        f"{counted(prepared.num_encoded + prepared.num_reused, 'row')} in {loaded.seconds:.1f} s",
+        f": {', '.join(uses)}" if len(uses) > 1 else "",
+        (f"   {prepared.num_encoded:,} encoded, {prepared.num_reused:,} from the store", "dim"),
+    )
+    console.print(text)
+    for remark in _remarks(prepared):
+        console.print(Text(f"  {remark}", style="dim"))
+    if prepared.quarantine is not None:
+        console.print(Text.assemble(("  lost rows are in ", "yellow"), str(prepared.quarantine)))
+
+
+def _uses(loaded: Loaded) -> list[str]:
+    """What the prepared rows are for; these numbers add up to theirs."""
+    train, held_out = loaded.train, loaded.held_out
+    cut_away = len(train.lost_rows) + (0 if held_out is None else len(held_out.lost_rows))
+    same = train.ledger.notes[SAME_AS_HELD_OUT]
+    uses = [f"{train.ledger.prepared:,} to train on"]
+    uses += [] if held_out is None else [f"{held_out.ledger.prepared:,} to evaluate on"]
+    uses += [f"{same:,} left out as the same are evaluated on"] if same else []
+    return uses + ([f"{cut_away:,} lost to data.max_length"] if cut_away else [])
+
+
+def _remarks(prepared: Prepared) -> list[str]:
+    """How files were read, source by source, where that was found out or left to a default; each is told once."""
+    import numpy as np
+
+    sides = [prepared.train] if prepared.eval is None else [prepared.train, prepared.eval]
+    told = [f"{source.name}: {remark}" for side in sides for source in side.sources for remark in source.remarks]
+    if prepared.eval is not None:
+        held_out = prepared.eval.sample_ids
+        same = int(np.isin(held_out, prepared.train.sample_ids).sum())
+        if same:
+            told.append(
+                f"{same:,} of {counted(len(held_out), 'held-out row is', 'held-out rows are')} "
+                f"trained on, too: their loss says little"
+            )
+    return list(dict.fromkeys(told))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The line that preparation shows while it works: how far it is, how fast, and how long it will still take.
+
+
+RATE_SECONDS = 10.0  # rates are those of the last seconds: the first are spent on getting ready
+
+
+@contextmanager
+def preparing(console: Console, *, wanted: bool) -> Iterator[Callable[[Progressed], None]]:
+    """Show progress while the block runs: call what this gives with each report. Nothing where nobody looks on."""
+    if not wanted or not console.is_terminal:
+        yield lambda progress: None
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[rates]}", style="dim"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("preparing", total=None, rates="")
+        meter = RateMeter()
+
+        def show(now: Progressed) -> None:
+            nonlocal meter, task
+            if meter.split not in ("", now.split):
+                bar.remove_task(task)
+                task = bar.add_task("preparing", total=None, rates="")
+                meter = RateMeter()
+            meter.add(now, time.perf_counter())
+            total = None if now.share is None else 1.0
+            bar.update(task, description=describe(now), completed=now.share or 0, total=total, rates=meter.rates())
+
+        yield show
+
+
+def describe(now: Progressed) -> str:
+    """Rows by what became of them."""
+    lost = f", {now.lost:,} lost" if now.lost else ""
+    return f"preparing {now.split}: {counted(now.read, 'row')}, {now.encoded:,} encoded{lost}"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RateMeter:
+    """Rates over the last `RATE_SECONDS`."""
+
+    split: str = ""
+    _seen: deque[tuple[float, int, int]] = field(default_factory=deque)  # seconds, rows, tokens
+
+    def add(self, now: Progressed, seconds: float) -> None:
+        """Take in a report made at this time."""
+        self.split = now.split
+        self._seen.append((seconds, now.read, now.num_tokens))
+        while len(self._seen) > 2 and self._seen[1][0] <= seconds - RATE_SECONDS:
+            self._seen.popleft()
+
+    def rates(self) -> str:
+        """``"2,310 rows/s, 4.9M tokens/s"``; nothing before two reports."""
+        if len(self._seen) < 2:
+            return ""
+        (start, rows, tokens), (stop, rows_now, tokens_now) = self._seen[0], self._seen[-1]
+        seconds = max(stop - start, 1e-9)
+        of_rows = f"{(rows_now - rows) / seconds:,.0f} rows/s"
+        per_second = (tokens_now - tokens) / seconds
+        return of_rows if not per_second else f"{of_rows}, {_short(per_second)} tokens/s"
+
+
+def _short(number: float) -> str:
+    for limit, unit in ((1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f}{unit}"
+    return f"{number:.0f}"

@@ -15,15 +15,15 @@ import typer
 from rich.console import Console
 from rich.text import Text as Words
 
-from luthier.cli.output import JsonTarget, Overrides, reporting
+from luthier.cli import JsonTarget, Overrides, reporting
 from luthier.cli.prediction import EngineUrl, ServedModel
 from luthier.errors import RowError, UserError
 from luthier.records import Media, Message, Text, ToolCall
 from luthier.writing import JsonObject, counted
 
 if TYPE_CHECKING:
-    from luthier.prediction.trained_run import Dialogue, DialogueAnswer
-    from luthier.rendering.replies.form import ReplyDelta
+    from luthier.prediction import Dialogue, DialogueAnswer
+    from luthier.rendering.replies import ReplyDelta
 
 HELP = """\
 /retry            answer the last question once more
@@ -81,7 +81,7 @@ def chat(  # noqa: PLR0913
     """
     with reporting(json) as output:
         declared = [] if tools is None else _declared(tools)
-        from luthier.prediction.trained_run import Dialogue, media_part, open_run, with_thinking
+        from luthier.prediction import Dialogue, media_part, open_run, with_thinking
         from luthier.sources.formats.turns import as_row
 
         opened = open_run(Path(run).expanduser(), overrides or ())
@@ -185,7 +185,7 @@ class _Talk:
                 self.dialogue.save(Path(file).expanduser())
                 self._say(f"saved in {file}", style="dim")
             case "/image" | "/audio" | "/video":
-                from luthier.prediction.trained_run import media_part
+                from luthier.prediction import media_part
 
                 self.waiting.append(media_part(command[1:], _path(rest)))
             case "/edit" if not rest:

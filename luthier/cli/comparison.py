@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from luthier.cli.output import EXIT_UNTRUE, JsonTarget, Overrides, reporting
+from luthier.cli import EXIT_UNTRUE, JsonTarget, Overrides, reporting
 from luthier.writing import counted, write_text
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from luthier.config.inputs import SourceConfig
     from luthier.config.schema import RunConfig
     from luthier.prediction.comparing import PredictionComparison
-    from luthier.sources import Source
+    from luthier.sources.source import Source
 
 ConfigA = Annotated[
     str, typer.Argument(metavar="A.yaml", help="The run description to start from.", show_default=False)
@@ -115,7 +115,7 @@ def compare(
     [dim]Example[/]   luthier compare output/base/predictions/eval output/run/predictions/eval --html compare.html
     """
     with reporting(json) as output:
-        from luthier.metrics.table import names_in
+        from luthier.metrics import names_in
         from luthier.prediction.comparing import compare_predictions, comparison_facts, comparison_page
 
         names = None if not metrics else [name for text in metrics for name in names_in(text)]
@@ -193,7 +193,8 @@ def _compare(
 
 def _sources(config: RunConfig) -> list[Source]:
     """The training data of a run, and its evaluation data."""
-    from luthier.sources import open_sources, resolve_sources
+    from luthier.sources.origins import resolve_sources
+    from luthier.sources.source import open_sources
 
     train, evaluation = resolve_sources(config.data)
     configs: list[SourceConfig] = [*train, *evaluation]

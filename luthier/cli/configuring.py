@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from luthier import __version__, library
-from luthier.cli.output import ConfigFile, JsonTarget, Overrides, listening, reporting, tell_preparation
+from luthier.cli import ConfigFile, JsonTarget, Overrides, listening, reporting, tell_preparation
 from luthier.terminal import facts_table, stderr_terminal
 from luthier.writing import counted, printable, to_json, write_text
 
@@ -40,8 +40,7 @@ def show(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = Non
     [dim]Example[/]   luthier config show run.yaml train.learning_rate=1e-4 > resolved.yaml
     """
     with reporting(json) as output:
-        from luthier.cli.dumping import dump_config
-        from luthier.config.loading import load_draft
+        from luthier.config.loading import dump_config, load_draft
 
         draft = load_draft(config, overrides or ())
         resolved = draft.config
@@ -63,8 +62,7 @@ def import_(config: ConfigFile, overrides: Overrides = None) -> None:
     [dim]Example[/]   luthier config import llama3_lora_sft.yaml > run.yaml
     """
     with reporting(None):
-        from luthier.cli.dumping import dump_translation
-        from luthier.config.loading import load_draft
+        from luthier.config.loading import dump_translation, load_draft
         from luthier.errors import UserError
 
         draft = load_draft(config, overrides or (), check_paths=False)
@@ -232,7 +230,7 @@ def train_and_tell(config: str, overrides: Sequence[str], console: Console, *, q
 
 
 def _tell(event: object, console: Console) -> None:
-    from luthier.check.plan.costs import RunPlan
+    from luthier.check.plan import RunPlan
     from luthier.check.plan.terminal import plan_table
     from luthier.check.terminal import RowText
     from luthier.loader.settings import Loaded

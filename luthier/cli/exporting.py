@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from luthier.cli.output import EXIT_UNTRUE, JsonTarget, Overrides, reporting
+from luthier.cli import EXIT_UNTRUE, JsonTarget, Overrides, reporting
 from luthier.errors import UserError
 
 if TYPE_CHECKING:

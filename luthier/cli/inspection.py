@@ -15,21 +15,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from luthier import library
-from luthier.cli.output import (
-    EXIT_UNTRUE,
-    ConfigFile,
-    JsonTarget,
-    Output,
-    Overrides,
-    listening,
-    reporting,
-    tell_preparation,
-)
+from luthier.cli import EXIT_UNTRUE, ConfigFile, JsonTarget, Output, Overrides, listening, reporting, tell_preparation
 from luthier.errors import UserError
 from luthier.writing import counted, write_text
 
 if TYPE_CHECKING:
-    from luthier.sources import RepeatedIds
+    from luthier.sources.source import RepeatedIds
 
 
 ShownRow = Annotated[
@@ -364,7 +355,7 @@ def _verify_golden(
             hint = "luthier verify run.yaml, or luthier verify --against URL --golden parity.json"
             raise UserError(what, hint=hint)
         from luthier.check.golden import read_parity, served_otherwise
-        from luthier.check.verify.server import TokenServer
+        from luthier.check.verify.reference_tokenizer import TokenServer
         from luthier.engines.json_client import token_from
 
         parity = read_parity(Path(golden).expanduser())

@@ -1,4 +1,4 @@
-"""``luthier predict`` and ``serve``: a trained run answers rows, whose answers it is measured by, and whoever asks."""
+"""``luthier predict``, ``eval`` and ``serve``: a trained run answers rows, tasks and whoever asks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from luthier.cli.output import JsonTarget, Output, Overrides, reporting
+from luthier.cli import JsonTarget, Output, Overrides, reporting
 from luthier.errors import UserError
 from luthier.writing import JsonObject, counted, to_json, write_text
 
 if TYPE_CHECKING:
     from luthier.serve.running import Listening
-
 
 RunFolder = Annotated[
     str,
@@ -44,8 +43,6 @@ ServedModel = Annotated[
     typer.Option("--model", metavar="NAME", help="With --engine: the server's name of this model or adapter."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace another prediction that is in the folder.")]
-
-
 SECONDS_BETWEEN = 2.0  # between two lines of progress
 
 
@@ -88,7 +85,7 @@ def predict(  # noqa: PLR0913
             hint = "name the output.dir of a run that luthier train has finished, or a run description"
             raise UserError(f"there is no {run}", hint=hint)
 
-        from luthier.metrics.table import names_in
+        from luthier.metrics import names_in
         from luthier.prediction.predicting import PredictOptions
         from luthier.prediction.predicting import predict as predict_rows
 
@@ -164,7 +161,7 @@ def evaluate(
     [dim]Example[/]   luthier eval output/quickstart --tasks my_task.yaml --limit 100 --output results.json
     """
     with reporting(json) as told:
-        from luthier.prediction.tasks import TaskOptions, evaluate_tasks
+        from luthier.prediction import TaskOptions, evaluate_tasks
 
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         options = TaskOptions(tasks=names, limit=limit, num_fewshot=fewshot, chat=not plain)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from luthier.cli.output import EXIT_UNTRUE, JsonTarget, reporting
+from luthier.cli import EXIT_UNTRUE, JsonTarget, reporting
 from luthier.terminal import plain_table
 from luthier.writing import counted
 

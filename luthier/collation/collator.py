@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.collation.grid import CollateSettings, Grid, MediaInputs, lay_out, lay_out_trees
+from luthier.collation import CollateSettings, Grid, MediaInputs, lay_out, lay_out_trees
 from luthier.config.inputs import MediaConfig
-from luthier.layout.trees import (
+from luthier.layout import (
     ancestors,
     cu_seqlens,
     leaves,
@@ -31,7 +31,8 @@ from luthier.layout.trees import (
     tree_leaves,
     tree_positions,
 )
-from luthier.media import MediaProcessor, MediaSource
+from luthier.media import MediaSource
+from luthier.media.processors.processor import MediaProcessor
 from luthier.packing.packer import plan_packs
 from luthier.records import IGNORE_INDEX, Address, Batch, Branch, LostMedia, Pack, Sample, Segment, Targets, Unit
 

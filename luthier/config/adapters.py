@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from luthier.config import get, plain
 from luthier.config.choices import AdapterType, ModelPart, QuantizationType, RatePart, Sharding
 from luthier.config.draft import Draft
 from luthier.config.inputs import MediaCache, check_pattern
 from luthier.config.schema import AdapterConfig
-from luthier.config.tree import get, plain
 from luthier.config.words import known_keys
 from luthier.errors import Problem
 

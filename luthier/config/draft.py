@@ -11,13 +11,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from luthier import errors
+from luthier.config import KeyPath, Node, get, parse_path, plain, show_path
 from luthier.config.choices import Format, MixtureBy, Packing, Strategy
 from luthier.config.explain import explain
 from luthier.config.inputs import SourceConfig
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.peers.translation import Translation
 from luthier.config.schema import RunConfig
-from luthier.config.tree import KeyPath, Node, get, parse_path, plain, show_path
 
 # Stand-ins for required values that are missing or wrong, so that the rest can still be checked. Never returned.
 _STAND_INS: dict[str, object] = {

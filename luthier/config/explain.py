@@ -15,19 +15,8 @@ from pathlib import Path
 
 from pydantic_core import ErrorDetails
 
+from luthier.config import KeyPath, ListNode, MappingNode, Node, Scalar, find, parse_path, plain, show_path, show_value
 from luthier.config.objective import LOSSES, OBJECTIVES, losses_of
-from luthier.config.tree import (
-    KeyPath,
-    ListNode,
-    MappingNode,
-    Node,
-    Scalar,
-    find,
-    parse_path,
-    plain,
-    show_path,
-    show_value,
-)
 from luthier.config.words import JsonSchema, all_keys, choices, expected, kinds, known_keys, resolve, schema_at
 from luthier.config.yaml_text import number_meant
 from luthier.errors import Problem

@@ -1,4 +1,4 @@
-"""From a config file and overrides to a `RunConfig`, or to all that is wrong with them.
+"""From a config file and overrides to a `RunConfig`, or to all that is wrong with them; and back to YAML.
 
     text -> tree (lines kept) -> shorthands written out -> overrides set -> values checked -> keys checked together
 
@@ -9,23 +9,37 @@ from __future__ import annotations
 
 import codecs
 import difflib
+import io
 import json
 import os
+import re
 from collections.abc import Collection, Sequence
 from collections.abc import Mapping as Dictionary
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_origin
 
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.representer import RoundTripRepresenter
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString
+
+from luthier.config import ListNode, MappingNode, Node, Scalar, Where, parse_path, plain, put, show_path, show_value
+from luthier.config.adapters import own_values
 from luthier.config.conflicts import check_conflicts
 from luthier.config.draft import Draft, read_draft
 from luthier.config.explain import nearest
 from luthier.config.inputs import Section
 from luthier.config.machine import check_files, check_machine, check_processes
-from luthier.config.peers import Peer, peer_of, unread_file
+from luthier.config.peers.axolotl import AXOLOTL
+from luthier.config.peers.llamafactory import LLAMA_FACTORY
+from luthier.config.peers.llamafactory_v1 import LLAMA_FACTORY_V1
+from luthier.config.peers.swift import SWIFT
+from luthier.config.peers.swift_v2 import SWIFT_2
+from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translation
+from luthier.config.peers.trl import TRL
 from luthier.config.schema import RUN_CONFIG, RunConfig
-from luthier.config.tree import ListNode, MappingNode, Node, Scalar, Where, parse_path, put, show_path, show_value
-from luthier.config.yaml_text import MAX_DEPTH, Parsed, parse_yaml
+from luthier.config.yaml_text import MAX_DEPTH, Parsed, parse_yaml, read_plain
 from luthier.errors import ConfigError, Problem, place_of
 from luthier.plugins import load_plugins
 from luthier.writing import shortened
@@ -356,3 +370,118 @@ def _nearest_file(path: Path) -> str:
     except OSError:
         return f"the folder {path.parent} does not exist"
     return f"did you mean {path.parent / close}?" if close else "relative paths start from the current directory"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A `RunConfig` -> YAML that `load_config` reads back to an equal one. Defaults are written out, so that a saved run
+# keeps its meaning when a default changes.
+
+
+_PLAIN = re.compile(r"[A-Za-z_/.~][A-Za-z0-9_./+-]*(:[A-Za-z0-9_./+-]+)?")
+# what YAML 1.1 readers take for a boolean: quoted, although ours does not
+_OLD_BOOLEANS = frozenset({"y", "n", "yes", "no", "on", "off"})
+_NEVER_FOLDED = 1 << 30  # characters of a line
+
+
+class _Explicit(RoundTripRepresenter):
+    """Writes ``null`` where ruamel writes nothing."""
+
+
+_Explicit.add_representer(type(None), lambda writer, _: writer.represent_scalar("tag:yaml.org,2002:null", "null"))
+
+
+def dump_config(config: RunConfig) -> str:
+    """The run description as YAML text.
+
+    Raises TypeError where a free-form value (``config_overrides``, ``kwargs`` …) is no plain YAML value.
+    """
+    values = config.model_dump(mode="python")
+    values["adapter"] = own_values(config.adapter, values["adapter"])
+    return _written(_plain_value(values))
+
+
+def dump_translation(translation: Translation, name: str) -> str:
+    """What the file ``name`` of another tool says, as a run description of ours that loads: of each line the comment
+    says where it comes from, and comments at the end name what was passed over."""
+    values = CommentedMap()
+    for section in RunConfig.model_fields:
+        if (node := translation.tree.entries.get(section)) is not None:
+            values[section] = _with_comments(node, section, translation)
+    head = [f"Read from {name}.", *translation.told]
+    tail = [f"{key} is passed over: {why}" for key, why in translation.passed.items()]
+    return "".join(f"# {line}\n" for line in head) + _written(values) + "".join(f"# {line}\n" for line in tail)
+
+
+def _written(values: object) -> str:
+    yaml = YAML()
+    yaml.Representer = _Explicit
+    yaml.width = _NEVER_FOLDED
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    written = io.StringIO()
+    yaml.dump(values, written)
+    return written.getvalue()
+
+
+def _with_comments(node: Node, key: str, translation: Translation) -> object:
+    if isinstance(node, ListNode):
+        return [_with_comments(item, f"{key}[{index}]", translation) for index, item in enumerate(node.items)]
+    if not isinstance(node, MappingNode):
+        return _plain_value(plain(node))
+    commented = CommentedMap()
+    for name, value in node.entries.items():
+        commented[name] = _with_comments(value, f"{key}.{name}", translation)
+        if (theirs := translation.origins.get(f"{key}.{name}")) is not None:
+            line = "" if value.where.line is None else f", line {value.where.line}"
+            commented.yaml_add_eol_comment(f"{theirs}{line}", name)
+    return commented
+
+
+def _plain_value(value: object) -> object:
+    """The value as YAML has it; a text that a reader could take for anything else is in quotes."""
+    match value:
+        case None | bool() | int() | float():
+            return value
+        case str():
+            is_plain = _PLAIN.fullmatch(value) and isinstance(read_plain(value), str)
+            return str(value) if is_plain and value.lower() not in _OLD_BOOLEANS else DoubleQuotedScalarString(value)
+        case dict():
+            return {_plain_value(str(key)): _plain_value(entry) for key, entry in value.items()}
+        case list() | tuple():
+            return [_plain_value(entry) for entry in value]
+        case _ if hasattr(value, "__fspath__"):
+            return _plain_value(str(value))
+        case _:
+            raise TypeError(f"{type(value).__name__} cannot be written to YAML: {value!r}")
+
+
+PEERS = (TRL, LLAMA_FACTORY, LLAMA_FACTORY_V1, AXOLOTL, SWIFT, SWIFT_2)
+_ANEW = "write a run description: docs/howto/coming_from.md says how, and luthier quickstart writes one to begin with"
+_OF_SWIFT = frozenset({"train_type", "tuner_type", "rlhf_type", "freeze_vit", "freeze_aligner", "model_author"})
+
+
+def peer_of(tree: MappingNode) -> Peer | None:
+    """The tool that a description is written for; None for one of ours, and for one that nothing tells."""
+    return next((peer for peer in PEERS if peer.is_its(tree)), None)
+
+
+def unread_file(tree: MappingNode) -> Problem | None:
+    """What is wrong with a file of a tool whose files are not read; None for all others. One reason is enough for it:
+    each of its keys would be another."""
+    keys = tree.entries.keys()
+    if any(key.startswith("top.") for key in keys):
+        what = "these are the fields of LLaMA Board, LLaMA-Factory's web page, and no training file"
+        hint = "name the training_args.yaml of the run's output folder, or save what Preview command shows as YAML"
+    elif "dataset_mixer" in keys:
+        what = "this is a file of the alignment-handbook's, whose dataset_mixer no other tool reads"
+        hint = "write datasets: [{path: OWNER/NAME}] in its place, or dataset_name: OWNER/NAME, as TRL has it"
+    elif any(isinstance(node, MappingNode) and "_component_" in node.entries for node in tree.entries.values()):
+        what, hint = "this is a file of torchtune's, which are not read", _ANEW
+    elif isinstance(own := tree.entries.get("training"), MappingNode) and "training_type" in own.entries:
+        what, hint = "this is a file of Unsloth's command, which are not read", _ANEW
+    elif _OF_SWIFT & keys and not keys & (OUR_SECTIONS - {"model"}):
+        what = "this is a file of ms-swift's that does not name both a model and a dataset, as files that are read do"
+        hint = "add the lines that are missing; files of megatron sft are not read"
+    else:
+        return None
+    key = next(iter(keys))
+    return Problem(where=str(tree.entries[key].where), key="", what=what, hint=hint)

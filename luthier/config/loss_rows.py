@@ -100,7 +100,7 @@ def _tokens(name: str, formula: str, paper: str, says: str, *, numbers: Numbers 
 
 
 def _rewards(name: str, formula: str, paper: str, says: str, *, numbers: Numbers) -> Loss:
-    function = f"luthier.objectives.answer_losses:{name}"
+    function = f"luthier.objectives.token_losses:{name}"
     return Loss(
         name=name, objectives=("rm",), function=function, numbers=numbers, formula=formula, paper=paper, says=says
     )
@@ -134,7 +134,7 @@ def _verdicts(name: str, formula: str, paper: str, says: str, **needs: Any) -> L
     return Loss(
         name=name,
         objectives=("kto",),
-        function=f"luthier.objectives.answer_losses:{name}",
+        function=f"luthier.objectives.token_losses:{name}",
         numbers={"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "sft_weight": 0.0},
         reference=True,
         formula=formula,

@@ -6,9 +6,9 @@ import copy
 import functools
 from typing import Any
 
+from luthier.config import KeyPath
 from luthier.config.inputs import Section
 from luthier.config.schema import RunConfig
-from luthier.config.tree import KeyPath
 from luthier.plugins import load_plugins, num_added
 from luthier.writing import counted
 

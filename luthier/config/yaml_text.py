@@ -25,7 +25,7 @@ from ruamel.yaml.events import (
 )
 from ruamel.yaml.reader import ReaderError
 
-from luthier.config.tree import KeyPath, ListNode, MappingNode, Node, Scalar, Where, show_path, show_value
+from luthier.config import KeyPath, ListNode, MappingNode, Node, Scalar, Where, show_path, show_value
 from luthier.errors import Problem
 
 # --------------------------------------------------------------------------------------------------------------------

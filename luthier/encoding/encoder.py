@@ -20,8 +20,10 @@ from luthier.encoding.pieces import Assembler
 from luthier.encoding.shortening import Shortener, ShorterRow, side_by_side
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 from luthier.errors import RowDropped, RowError, TemplateError
-from luthier.layout.trees import prompt_tree
-from luthier.media import MediaAccess, MediaSource, decoder_of
+from luthier.layout import prompt_tree
+from luthier.media import MediaSource
+from luthier.media.families.table import decoder_of
+from luthier.media.files import MediaAccess
 from luthier.records import (
     SAMPLES_VERSION,
     Branch,
@@ -33,13 +35,13 @@ from luthier.records import (
     Sample,
     Tokenized,
 )
+from luthier.rendering import ControlTokens
 from luthier.rendering.blueprint import Expansion, Filled, PreferenceData
-from luthier.rendering.messages import ControlTokens
 from luthier.rendering.other_rows import refuse
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy, rules_from_config
 from luthier.store.format import BLOBS, default_root
-from luthier.templating.limits import TemplateSettings
+from luthier.templating import TemplateSettings
 from luthier.writing import counted
 
 BATCH_CHARACTERS = 250_000  # about so many are encoded in one call

@@ -13,9 +13,13 @@ from pathlib import Path
 from luthier import records
 from luthier.config.inputs import LongAudio
 from luthier.errors import RowError, TemplateError
-from luthier.media import MediaAccess, MediaKind, MediaProcessor, own_template, probe, split_long_sounds
+from luthier.media import own_template, split_long_sounds
+from luthier.media.families import MediaKind
+from luthier.media.files import MediaAccess
+from luthier.media.files.decoding import probe
+from luthier.media.processors.processor import MediaProcessor
+from luthier.rendering import NO_SLOTS, PLURAL, ControlTokens, MediaSlots, kind_of_media
 from luthier.rendering.blueprint import Expansion, Filled
-from luthier.rendering.messages import NO_SLOTS, PLURAL, ControlTokens, MediaSlots, kind_of_media
 from luthier.rendering.template import SOME_MEDIA, ChatTemplate
 from luthier.store.disk import Disk
 from luthier.writing import counted

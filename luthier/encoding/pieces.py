@@ -15,8 +15,8 @@ from luthier.encoding.text_encoders import BadTexts, unflatten
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError, RowError
 from luthier.records import NOWHERE, Address, Branch, ControlPiece, MediaItem, MediaPiece, Sample
+from luthier.rendering import ControlTokens
 from luthier.rendering.blueprint import DIFFERING_TOKENS, Blueprint, BlueprintRun, Filled, TextRun
-from luthier.rendering.messages import ControlTokens
 
 # --------------------------------------------------------------------------------------------------------------------
 # Branches of tokens folded into one token tree.

@@ -22,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.loading import RunDescription, load_draft
+from luthier.encoding import Tools, as_prompt, template_under
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.interface import Tools, as_prompt, template_under
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError, TemplateError
 from luthier.records import Conversation, MediaPiece, Message, Piece, Text, TextPiece
 from luthier.rendering.render import Renderer
-from luthier.rendering.replies.form import ReplyDelta, ReplyForm, joined
+from luthier.rendering.replies import ReplyDelta, ReplyForm, joined
 from luthier.rendering.replies.learning import TEXT, THINKING, TOOLS, learn_replies
 from luthier.rendering.replies.scanner import ReplyScanner
 from luthier.rendering.targets import TargetPolicy

@@ -19,7 +19,7 @@ from itertools import groupby, islice
 
 from luthier.config.choices import TrainOn
 from luthier.errors import RowDropped, RowError
-from luthier.layout.trees import join_trees, tree_of_runs
+from luthier.layout import join_trees, tree_of_runs
 from luthier.records import Conversation, Feedback, Media, MediaPiece, Message, Piece, Preference, Rendered, Row, Sample
 from luthier.rendering.other_rows import continuations, unlearned, with_system
 from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from luthier.config.choices import TokenizerBackend
 from luthier.encoding.tokenizer_files import joined_merges, to_json
 from luthier.errors import LuthierError, RowError, TokenizerError
-from luthier.packing.settings import bounds_of
+from luthier.packing import bounds_of
 from luthier.writing import counted
 
 Flat = tuple[NDArray[np.int32], NDArray[np.int64]]

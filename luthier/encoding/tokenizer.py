@@ -21,14 +21,13 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import TokenizerBackend
 from luthier.encoding import text_encoders, tokenizer_files
-from luthier.encoding.fewest_tokens import FewestTokens, fewest_tokens
 from luthier.errors import RowError, TemplateError, TokenizerError
-from luthier.media import decoder_of, opens_prompts
+from luthier.media.families.table import decoder_of, opens_prompts
 from luthier.presets.named_templates import require_tokens, stop_tokens
 from luthier.records import Message, Text
-from luthier.rendering.messages import ControlTokens
+from luthier.rendering import ControlTokens
 from luthier.rendering.template import ChatTemplate
-from luthier.templating.limits import TemplateSettings
+from luthier.templating import TemplateSettings
 
 ROW_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})  # of templates, which a row fills in
 
@@ -229,9 +228,9 @@ class Tokenizer:
         return ids, bounds
 
     @cached_property
-    def fewest_tokens(self) -> FewestTokens:
+    def fewest_tokens(self) -> tokenizer_files.FewestTokens:
         """How many tokens a run of text has at least, told in a hundredth of the time that encoding it takes."""
-        return fewest_tokens(self._spec, never=self.control.tokens)
+        return tokenizer_files.fewest_tokens(self._spec, never=self.control.tokens)
 
     def encode_runs(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Ids of runs of text, int32, one array a run. Raises the `RowError` of the first bad run."""

@@ -19,11 +19,10 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from luthier.collation import MediaInputs
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines import next_tokens
-from luthier.engines.engine import Ids, NewTokens, Refusal, Request
+from luthier.engines import Ids, NewTokens, Refusal, Request, next_tokens
 from luthier.engines.joined import JoinedCache, read_prompts
 from luthier.errors import ModelError, RowError
-from luthier.models.submodules import plain_model
+from luthier.models import plain_model
 from luthier.writing import counted
 
 MANY_TIMES = 4  # the rounding that is seen on a trial of few tokens, in which the largest of all does not come

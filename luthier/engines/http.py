@@ -18,12 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines import pool
-from luthier.engines.delivered import is_adapter
-from luthier.engines.engine import Completion, Finish, Ids, Refusal, Request, WeightsName
-from luthier.engines.json_client import SERVER_TOKEN, JsonClient, ServerRefused, ServerWrong, token_from
+from luthier.engines import Completion, Finish, Ids, Refusal, Request, SamplerPool, StaleWeights, WeightsName
+from luthier.engines.json_client import PAUSES, SERVER_TOKEN, JsonClient, ServerRefused, ServerWrong, token_from
+from luthier.engines.local import is_adapter
 from luthier.engines.next_tokens import BatchRow
-from luthier.engines.pool import SamplerPool, StaleWeights
 from luthier.errors import UserError
 from luthier.writing import JsonObject, counted
 
@@ -385,7 +383,7 @@ class HttpEngine(SamplerPool):
         options = {"option": "--engine", "token_option": "--token-env", "refused": _HINT}
         self.client = JsonClient(url, timeout=timeout, token=token, **options)
         sampler = HttpSampler(self.client, tokenizer, served_as=model, is_alone=True)
-        super().__init__([sampler], at_once=batch_size, pauses=pool.PAUSES)
+        super().__init__([sampler], at_once=batch_size, pauses=PAUSES)
 
 
 def server_engine(url: str, tokenizer: Tokenizer, model: str | None) -> HttpEngine:

@@ -23,7 +23,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor,
 
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion, Finish, NewTokens, OnTokens, Refusal, Request
+from luthier.engines import Completion, Finish, NewTokens, OnTokens, Refusal, Request
 from luthier.errors import ModelError
 
 Likeliest = tuple[list[int], list[float]]

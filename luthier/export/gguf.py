@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.check.golden import GoldenContext, GoldenPrompt, Parity, first_difference, served_otherwise
-from luthier.check.verify.server import TokenServer
+from luthier.check.verify.reference_tokenizer import TokenServer
 from luthier.config.schema import ExportConfig
 from luthier.errors import ModelError, UserError, install_hint
 from luthier.export import llama_cpp

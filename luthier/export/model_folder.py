@@ -37,11 +37,11 @@ from luthier.export.quantizing import (
 )
 from luthier.models.adapter_files import give_back_freed, leave_files, leaving_files, merge_adapter
 from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
-from luthier.prediction.trained_run import TrainedRun, open_run
+from luthier.prediction import TrainedRun, open_run
+from luthier.training.folder import FILES, reported
 from luthier.training.folder.artifacts import plain_tokenizer, save_model
 from luthier.training.folder.checkpoint import BROKEN, put_back, replacing
 from luthier.training.folder.run_folder import MERGED_FOLDER, MODEL_FOLDER
-from luthier.training.folder.staging import FILES, reported
 from luthier.writing import counted, rename
 
 CARD, WHOLE = "README.md", "model"  # the model card; a folder beside a GGUF file, until that is made of it

@@ -24,7 +24,6 @@ from luthier.encoding.encoder import Encoder
 from luthier.engines.local import LocalEngine, base_of
 from luthier.errors import RowError, UserError, first_line
 from luthier.export import taken_down
-from luthier.export.arithmetic import logprobs_at, why_not_in_float32
 from luthier.export.checks import (
     CAST,
     Bound,
@@ -36,9 +35,11 @@ from luthier.export.checks import (
     check_result,
     compared,
     hold,
+    logprobs_at,
     rounding_of,
+    why_not_in_float32,
 )
-from luthier.prediction.trained_run import TrainedRun
+from luthier.prediction import TrainedRun
 from luthier.records import MediaItem
 from luthier.training.folder.artifacts import TEMPLATE_FILE, TEMPLATE_HOLDERS, TEMPLATE_KEY, plain_tokenizer
 from luthier.writing import JsonObject, counted

@@ -33,14 +33,15 @@ from luthier.check.golden import (
 from luthier.check.verify.plain_template import plain_message
 from luthier.config.inputs import SourceConfig
 from luthier.config.schema import GenerateConfig
+from luthier.encoding import as_prompt
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.interface import as_prompt
-from luthier.engines.engine import Completion, Ids, Request
+from luthier.engines import Completion, Ids, Request
 from luthier.engines.local import LocalEngine
 from luthier.errors import RowError, SourceError, UserError
-from luthier.export.arithmetic import logprobs_at, media_arrays
-from luthier.prediction.trained_run import TrainedRun
-from luthier.sources import open_sources, resolve_sources
+from luthier.export.checks import logprobs_at, media_arrays
+from luthier.prediction import TrainedRun
+from luthier.sources.origins import resolve_sources
+from luthier.sources.source import open_sources
 from luthier.training.folder.artifacts import transformers_tokenizer
 from luthier.writing import JsonObject, counted
 

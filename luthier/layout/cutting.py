@@ -7,7 +7,7 @@ Two rules keep counts exact and answers honest:
   goes on in the next window, so its windows keep all targets but the first.)
 
 Continuations that are compared are never cut. Where one is too long with its prompt, the prompt loses messages from its
-beginning (`trees.cut_prompt`), the same ones for all that share it.
+beginning (`layout.cut_prompt`), the same ones for all that share it.
 """
 
 from __future__ import annotations

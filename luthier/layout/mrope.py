@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import RowError
+from luthier.layout import segment_ids, segment_starts, tree_positions, tree_reach
 from luthier.layout.position_schemes import Advance, Arrangement, Canvas, MediaGrids, PositionScheme, TokenType
-from luthier.layout.trees import segment_ids, segment_starts, tree_positions, tree_reach
 from luthier.records import Branch, Ints
 from luthier.writing import counted
 

@@ -43,15 +43,16 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import BudgetError, ModelError, SourceError, StoreError, TemplateError, TokenizerError, UserError
 from luthier.loader.settings import mixture_of, units_of
 from luthier.packing.order import EpochOrder, RowOrder, hold_out_part
+from luthier.preparation import Quarantine, SourceInfo, empty_side, num_held_out
 from luthier.preparation.prepare import QUARANTINE_FILE
-from luthier.preparation.prepared import Quarantine, SourceInfo, empty_side, num_held_out
 from luthier.preparation.resolver import ResolvedPortion, resolve_portions
-from luthier.sources import RowIndex, Source, open_sources, resolve_sources
 from luthier.sources.files import find_files
-from luthier.store import shard_reader
+from luthier.sources.origins import resolve_sources
+from luthier.sources.row_index import RowIndex
+from luthier.sources.source import Source, open_sources
+from luthier.store import shard_reader, store_folder
 from luthier.store.disk import Disk
 from luthier.store.format import FEEDS, SPOOL
-from luthier.store.store import store_folder
 
 FACTS, FAILED, ALIVE = "facts.json", "failed.json", "alive"
 BEAT_SECONDS = 2.0

@@ -28,10 +28,10 @@ from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader, PlannedMicroBatch
 from luthier.loader.settings import LoaderOptions, LoaderSettings, loader_options, order_of_run
 from luthier.loader.stream_state import LoaderState, RowTrail
+from luthier.packing import SegmentTable, UnitKind
 from luthier.packing.order import MixtureSettings, RowOrder
-from luthier.packing.settings import SegmentTable, UnitKind
+from luthier.preparation import Prepared, PreparedSet, Quarantine
 from luthier.preparation.prepare import lost_rows_of, prepare
-from luthier.preparation.prepared import Prepared, PreparedSet, Quarantine
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch
 from luthier.writing import counted

@@ -16,22 +16,14 @@ from numpy.typing import NDArray
 from luthier.config.choices import Overflow
 from luthier.ledger import Ledger
 from luthier.loader.reader import PLACE, Places, PlannedMicroBatch, segment_at
+from luthier.packing import PATCH_COST, Planned, PlanSettings, SegmentTable, UnitKind, completion_room, draw_partners
 from luthier.packing.epoch import EpochPlan
 from luthier.packing.planner import GrowingTable, first_segments, spread
-from luthier.packing.settings import (
-    PATCH_COST,
-    Planned,
-    PlanSettings,
-    SegmentTable,
-    UnitKind,
-    completion_room,
-    draw_partners,
-)
-from luthier.preparation.prepared import PreparedSet, Quarantine, SourceInfo, same_as_held_out
+from luthier.preparation import PreparedSet, Quarantine, SourceInfo, same_as_held_out
 from luthier.preparation.resolver import ResolvedPortion
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, Ints, Segment
-from luthier.store.store import SampleStore
+from luthier.store import SampleStore
 
 # ``row``: the number of its row; ``key``: the beginning of that row's key, which says what is in it
 _COLUMNS = np.dtype([("place", PLACE), ("row", "<i8"), ("key", "<u8")])

@@ -27,11 +27,11 @@ import numpy as np
 from luthier.loader import stream_state
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.reader import PlannedMicroBatch
+from luthier.packing import Planned, PlanSettings, join, sums
 from luthier.packing.epoch import EpochPlan, plan_epoch
 from luthier.packing.order import RowOrder
 from luthier.packing.packer import is_at_once
 from luthier.packing.planner import EpochPlanner
-from luthier.packing.settings import Planned, PlanSettings, join, sums
 from luthier.records import Ints
 
 STEPS_REMEMBERED = 64  # behind the newest step that was asked about

@@ -26,9 +26,23 @@ from typing import Self
 from luthier import errors
 from luthier.collation import MediaInputs
 from luthier.errors import LoaderError, UserError
-from luthier.loader import protocol
-from luthier.loader.reader import BatchReader, PlannedMicroBatch
-from luthier.media.feature_files import FeatureFiles
+from luthier.loader.reader import (
+    Answer,
+    BatchReader,
+    Done,
+    Failed,
+    Frames,
+    MediaSetup,
+    PlannedMicroBatch,
+    Ready,
+    Setup,
+    SharedArrays,
+    frame,
+    grid_of,
+    receive,
+    work_of,
+)
+from luthier.media import FeatureFiles
 from luthier.records import Address, Batch
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -63,18 +77,16 @@ class WorkerProcess:
     slots    where it puts large arrays
     """
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], connection: socket.socket, slots: protocol.SharedArrays
-    ) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket, slots: SharedArrays) -> None:
         """Use `WorkerProcess.start`."""
         self.held: deque[PlannedMicroBatch] = deque()
-        self.answers: deque[tuple[PlannedMicroBatch, protocol.Answer]] = deque()
+        self.answers: deque[tuple[PlannedMicroBatch, Answer]] = deque()
         self.num_heard = 0  # times that something came from it
         self.is_ready = False
         self.connection = connection
         self.slots = slots
         self._process = process
-        self._frames = protocol.Frames()
+        self._frames = Frames()
         self.has_media = False
         self._cpu_seconds = 0.0  # that it had used when something came from it last
 
@@ -82,7 +94,7 @@ class WorkerProcess:
     def start(cls, reader: BatchReader, *, num_slots: int) -> Self:
         """Start a process with this reader's store and settings. ``num_slots`` as in `slots`, of use for media only."""
         media = None if reader.media is None else _sendable(reader.media)
-        slots = protocol.SharedArrays.create(0 if media is None else num_slots)
+        slots = SharedArrays.create(0 if media is None else num_slots)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-X", "faulthandler", "-m", "luthier.loader.worker", str(theirs.fileno())]
         # what this process imports from, the worker does; and it is one of many on the machine
@@ -102,7 +114,7 @@ class WorkerProcess:
         worker = cls(process, ours, slots)
         worker.has_media = media is not None
         store = reader.store
-        setup = protocol.Setup(
+        setup = Setup(
             folder=str(store.folder),
             fingerprint=store.fingerprint,
             how=reader.how,
@@ -112,7 +124,7 @@ class WorkerProcess:
             slots=slots.descriptors,
         )
         with contextlib.suppress(OSError):  # it died already, which the first look at it will tell
-            ours.sendall(protocol.frame(setup))
+            ours.sendall(frame(setup))
         return worker
 
     @property
@@ -123,7 +135,7 @@ class WorkerProcess:
         """Give it a micro-batch. May wait until a worker that is behind has taken in what it was given before."""
         self.held.append(planned)
         with contextlib.suppress(OSError):
-            self.connection.sendall(protocol.frame(protocol.work_of(planned)))
+            self.connection.sendall(frame(work_of(planned)))
 
     def listen(self) -> None:
         """Take in what it has said; to be called when its socket can be read.
@@ -131,19 +143,19 @@ class WorkerProcess:
         Raises `LoaderError` if it is gone or cannot open the store.
         """
         try:
-            messages = protocol.receive(self.connection, self._frames)
+            messages = receive(self.connection, self._frames)
         except (EOFError, ConnectionError):
             raise self._gone() from None
         self.num_heard += 1
         self._cpu_seconds = _scheduling(self.pid)[1]
         for message in messages:
-            if isinstance(message, protocol.Ready):
+            if isinstance(message, Ready):
                 self.is_ready = True
             elif not self.is_ready:
-                assert isinstance(message, protocol.Failed), message
+                assert isinstance(message, Failed), message
                 raise LoaderError(f"worker process {self.pid} could not start: {message.message}", hint=message.hint)
             else:
-                assert isinstance(message, protocol.Answer), message
+                assert isinstance(message, Answer), message
                 self.answers.append((self.held.popleft(), message))
 
     def is_stuck(self, silence: float) -> bool:
@@ -193,14 +205,14 @@ class WorkerProcess:
         return LoaderError(f"worker process {self.pid} {what}; {where}", hint=hint, pid=self.pid, rows=rows)
 
 
-def _sendable(media: MediaInputs) -> protocol.MediaSetup:
+def _sendable(media: MediaInputs) -> MediaSetup:
     if media.source is None:
         raise LoaderError(
             "a processor that came from Python cannot be sent to worker processes",
             hint="set num_workers=0, or name the model's folder",
         )
     kept = media.kept.folder if isinstance(media.kept, FeatureFiles) else None
-    return protocol.MediaSetup.of(media.source, features=kept)
+    return MediaSetup.of(media.source, features=kept)
 
 
 def _named(rows: tuple[Address, ...]) -> str:
@@ -332,7 +344,7 @@ class _Crew:
             except queue.Empty:
                 continue
 
-    def _answer_of(self, worker: WorkerProcess) -> tuple[PlannedMicroBatch, protocol.Answer]:
+    def _answer_of(self, worker: WorkerProcess) -> tuple[PlannedMicroBatch, Answer]:
         silence = 0.0
         num_heard = worker.num_heard
         while not worker.answers:
@@ -351,17 +363,17 @@ class _Crew:
             worker: WorkerProcess = key.data
             worker.listen()
 
-    def _batch(self, micro_batch: PlannedMicroBatch, answer: protocol.Answer, worker: WorkerProcess) -> Batch:
+    def _batch(self, micro_batch: PlannedMicroBatch, answer: Answer, worker: WorkerProcess) -> Batch:
         match answer:
-            case protocol.Done():
-                return self._reader.to_batch(protocol.grid_of(answer, worker.slots), micro_batch)
-            case protocol.Failed():
+            case Done():
+                return self._reader.to_batch(grid_of(answer, worker.slots), micro_batch)
+            case Failed():
                 raise _error(micro_batch, answer)
             case _:
                 raise AssertionError(answer)
 
 
-def _error(micro_batch: PlannedMicroBatch, failed: protocol.Failed) -> UserError:
+def _error(micro_batch: PlannedMicroBatch, failed: Failed) -> UserError:
     rows = tuple(micro_batch.addresses())
     error: UserError
     if failed.kind == errors.StoreError.__name__:

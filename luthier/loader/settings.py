@@ -27,16 +27,16 @@ from luthier.loader.numbered_rows import RowTable
 from luthier.loader.plan import StreamPlan
 from luthier.loader.stream_state import LoaderState
 from luthier.media import MediaSource
-from luthier.media.families.family import PackingSupport
-from luthier.metrics.table import metrics_of_answers
+from luthier.media.families import PackingSupport
+from luthier.metrics import metrics_of_answers
+from luthier.packing import PlanSettings, Segments, UnitKind, held_tokens
 from luthier.packing.order import MixtureSettings, RowOrder, check_mixture, rows_trained
-from luthier.packing.settings import PlanSettings, Segments, UnitKind, held_tokens
+from luthier.preparation import Prepared, num_held_out
 from luthier.preparation.prepare import Progress, lost_rows_of, prepare
-from luthier.preparation.prepared import Prepared, num_held_out
 from luthier.preparation.segments import SegmentIndex
 from luthier.rewards.judging import RewardJudge, check_columns
-from luthier.sources import Source, open_sources, resolve_sources
-from luthier.sources.origins import HUB, MODELSCOPE
+from luthier.sources.origins import HUB, MODELSCOPE, resolve_sources
+from luthier.sources.source import Source, open_sources
 from luthier.writing import counted
 
 # TODO(loader-split): packs that cut segments themselves

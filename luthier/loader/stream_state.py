@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from luthier.config.choices import MixtureBy, Packing
 from luthier.errors import CheckpointError, UserError
 from luthier.loader.numbered_rows import RowTable
+from luthier.packing import Planned, PlanSettings, UnitKind
 from luthier.packing.epoch import count_by_source
 from luthier.packing.order import EpochOrder, MixtureSettings, RowOrder
 from luthier.packing.planner import EpochPlanner, PlannerPlace
-from luthier.packing.settings import Planned, PlanSettings, UnitKind
 from luthier.records import Ints
 from luthier.writing import JsonObject, counted, write_text
 

@@ -15,10 +15,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from luthier.errors import UserError
-from luthier.loader import protocol
-from luthier.loader.reader import BatchReader
+from luthier.loader.reader import (
+    BatchReader,
+    Done,
+    Failed,
+    Frames,
+    Ready,
+    Setup,
+    SharedArrays,
+    Work,
+    WorkerMessage,
+    done_of,
+    frame,
+    planned_of,
+    receive,
+)
 from luthier.preparation.workers import end_with_parent
-from luthier.store.store import SampleStore
+from luthier.store import SampleStore
 
 
 def main() -> None:
@@ -33,25 +46,25 @@ def main() -> None:
 def _serve(connection: socket.socket) -> None:
     messages = _messages(connection)
     setup = next(messages)
-    assert isinstance(setup, protocol.Setup), setup
+    assert isinstance(setup, Setup), setup
     threading.Thread(target=end_with_parent, args=(setup.parent,), daemon=True).start()
     reader = _reader(setup)
-    connection.sendall(protocol.frame(reader if isinstance(reader, protocol.Failed) else protocol.Ready()))
-    if isinstance(reader, protocol.Failed):
+    connection.sendall(frame(reader if isinstance(reader, Failed) else Ready()))
+    if isinstance(reader, Failed):
         return
-    slots = protocol.SharedArrays(setup.slots)
+    slots = SharedArrays(setup.slots)
     for number, work in enumerate(messages):
-        assert isinstance(work, protocol.Work), work
-        connection.sendall(protocol.frame(_answer(reader, work, slots, number % max(1, len(setup.slots)))))
+        assert isinstance(work, Work), work
+        connection.sendall(frame(_answer(reader, work, slots, number % max(1, len(setup.slots)))))
 
 
-def _messages(connection: socket.socket) -> Iterator[protocol.WorkerMessage]:
-    frames = protocol.Frames()
+def _messages(connection: socket.socket) -> Iterator[WorkerMessage]:
+    frames = Frames()
     while True:
-        yield from protocol.receive(connection, frames)
+        yield from receive(connection, frames)
 
 
-def _reader(setup: protocol.Setup) -> BatchReader | protocol.Failed:
+def _reader(setup: Setup) -> BatchReader | Failed:
     try:
         store = SampleStore.open(Path(setup.folder), fingerprint=setup.fingerprint)
         media = None if setup.media is None else setup.media.inputs()
@@ -60,18 +73,16 @@ def _reader(setup: protocol.Setup) -> BatchReader | protocol.Failed:
         return _failed(error)
 
 
-def _answer(
-    reader: BatchReader, work: protocol.Work, slots: protocol.SharedArrays, slot: int
-) -> protocol.Done | protocol.Failed:
+def _answer(reader: BatchReader, work: Work, slots: SharedArrays, slot: int) -> Done | Failed:
     try:
-        return protocol.done_of(reader.lay_out(protocol.planned_of(work)), slots, slot)
+        return done_of(reader.lay_out(planned_of(work)), slots, slot)
     except Exception as error:  # noqa: BLE001  the edge of a process: the trainer raises it again
         return _failed(error)
 
 
-def _failed(error: Exception) -> protocol.Failed:
+def _failed(error: Exception) -> Failed:
     told = error if isinstance(error, UserError) else None
-    return protocol.Failed(
+    return Failed(
         kind=type(error).__name__,
         message=str(error) if told is None else told.message,
         hint=None if told is None else told.hint,

@@ -19,9 +19,9 @@ from luthier.config.adapters import FROM_BASE_AND_ROWS, REGEX
 from luthier.config.choices import AdapterType
 from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
+from luthier.models import ModelParts, find_parts, output_layer, read_past
 from luthier.models.quantized import packed_layers
 from luthier.models.routers import router_names
-from luthier.models.submodules import ModelParts, find_parts, output_layer, read_past
 
 ALL_LINEAR = "all-linear"
 

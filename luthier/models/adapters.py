@@ -21,11 +21,10 @@ from luthier.config.adapters import FROM_BASE_AND_ROWS, MUTATING
 from luthier.config.choices import AdapterType, ModelPart
 from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
-from luthier.models import adapter_targets
+from luthier.models import ModelParts, adapter_targets, evaluating, find_parts, output_layer
 from luthier.models.adapter_files import continue_adapter, quiet_peft, task_of
 from luthier.models.model import REWARD_HEAD
 from luthier.models.quantized import num_packed, num_weights
-from luthier.models.submodules import ModelParts, evaluating, find_parts, output_layer
 from luthier.models.vocabulary import ends_of
 from luthier.writing import counted
 

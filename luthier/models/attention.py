@@ -26,7 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from luthier.errors import ModelError
-from luthier.layout.trees import ancestors, seen_blocks, segment_starts
+from luthier.layout import ancestors, seen_blocks, segment_starts
 from luthier.records import Branch
 from luthier.writing import counted
 

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import ModelOutput
 
-from luthier.media.families.family import SHOWN, Attention, FrameMarks, OwnFrames, SharedSlots
-from luthier.media.feature_files import ENCODER_OUTPUTS
-from luthier.models import own_inputs
-from luthier.models.submodules import families_of
+from luthier.media import ENCODER_OUTPUTS
+from luthier.media.families import SHOWN, Attention, FrameMarks, OwnFrames, SharedSlots
+from luthier.models import families_of
+from luthier.models.adapted_code import take_own_inputs
 
 Arguments = tuple[Any, ...]  # of a module's forward, by place
 Inputs = dict[str, Any]  # the same by name
@@ -29,9 +29,7 @@ Inputs = dict[str, Any]  # the same by name
 
 def hook(model: PreTrainedModel) -> None:
     """All that a model of its family needs; of most families nothing."""
-    if not own_inputs.take_own_inputs(model) and any(
-        family.attention is Attention.CROSS for family in families_of(model.config)
-    ):
+    if not take_own_inputs(model) and any(family.attention is Attention.CROSS for family in families_of(model.config)):
         see_own_pictures(model)
     hear_own_frames(model)
     join_shared_slots(model)

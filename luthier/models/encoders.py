@@ -21,14 +21,15 @@ from PIL import Image
 from torch import nn
 from transformers import PreTrainedModel
 
-from luthier.collation import MediaInputs
-from luthier.collation.grid import GRIDS
+from luthier.collation import GRIDS, MediaInputs
 from luthier.config.choices import ModelPart
 from luthier.errors import ModelError
-from luthier.media import Decoded, Family, MediaKind, MediaProcessor, join_features, merge_features
-from luthier.media.feature_files import ENCODER_OUTPUTS, ItemFeatures, is_encoded
-from luthier.media.files.decoding import DecodedAudio, DecodedImage, DecodedVideo
-from luthier.models.submodules import ModelParts, find_parts, plain_model
+from luthier.media import ENCODER_OUTPUTS, ItemFeatures, is_encoded
+from luthier.media.families import Family, MediaKind
+from luthier.media.files.decoding import Decoded, DecodedAudio, DecodedImage, DecodedVideo
+from luthier.media.processors.calling import join_features, merge_features
+from luthier.media.processors.processor import MediaProcessor
+from luthier.models import ModelParts, find_parts, plain_model
 from luthier.records import AudioHeader, ImageHeader, MediaHeader, VideoHeader
 from luthier.writing import counted
 
@@ -164,7 +165,7 @@ def with_encoder_outputs(inputs: Mapping[str, Any]) -> dict[str, object]:
 
         mm_encoder_outputs.image.pooler_output.0   ->   mm_encoder_outputs["image"].pooler_output == (features,)
 
-    A number is a place in a tuple; uint16 is bfloat16 (`media.feature_files`).
+    A number is a place in a tuple; uint16 is bfloat16 (`media.FeatureFiles`).
     """
     tree: dict[str, Any] = {}
     for name, value in inputs.items():

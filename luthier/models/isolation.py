@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from luthier.collation import CollateSettings, collate_packs, collate_trees, unpacked
+from luthier.collation import CollateSettings
+from luthier.collation.collator import collate_packs, collate_trees, unpacked
 from luthier.errors import ModelError
-from luthier.media import PREFIX_TYPES
+from luthier.media.families import PREFIX_TYPES
+from luthier.models import MediaNeeds, evaluating, plain_model, set_text_attention, text_attention
 from luthier.models.attention import PLAN, SEGMENTS, BlockReach, plan_attention, register_attention
-from luthier.models.attention_inputs import Isolation, Windows, attention_inputs, layer_windows
 from luthier.models.encoders import with_encoder_outputs
-from luthier.models.mixers import part_mixers
+from luthier.models.mixers import Isolation, Windows, attention_inputs, layer_windows, part_mixers
 from luthier.models.quantized import rounds_inputs
-from luthier.models.submodules import MediaNeeds, evaluating, plain_model, set_text_attention, text_attention
-from luthier.packing.settings import Segments
+from luthier.packing import Segments
 from luthier.records import Batch, Branch, Pack, Sample, Segment
 
 # Models with layers that carry a state from token to token, past any mask. Where those are no `MIXERS`, or nothing else

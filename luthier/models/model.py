@@ -27,8 +27,9 @@ from luthier.config.inputs import ModelConfig
 from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError, first_line
-from luthier.media.families.family import Attention
-from luthier.models import batch_invariance, older_code
+from luthier.media.families import Attention
+from luthier.models import batch_invariance, families_of, is_multimodal, multimodal_class, text_attention
+from luthier.models.adapted_code import in_older_code, older_names, restore_buffers, with_tower
 from luthier.models.adapter_files import mutates_base
 from luthier.models.attention import SEGMENTS, register_attention
 from luthier.models.quantized import (
@@ -45,7 +46,6 @@ from luthier.models.quantized import (
     stored_method,
 )
 from luthier.models.routers import choose_experts
-from luthier.models.submodules import families_of, is_multimodal, multimodal_class, text_attention
 from luthier.models.vocabulary import (
     Vocabulary,
     check_computes,
@@ -135,7 +135,7 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
 
 def _mend(model: PreTrainedModel) -> None:
     """What models of some families need before they compute a batch as its rows alone; then training mode."""
-    older_code.restore_buffers(model)
+    restore_buffers(model)
     batch_invariance.hook(model)
     settle(model)
     model.train()
@@ -154,9 +154,9 @@ def quantize_whole(loaded: LoadedModel, config: RunConfig) -> LoadedModel:
         object.__setattr__(model, "should_save_on_this_rank", lambda _is_main: True)
         model.save_pretrained(folder)
         given = _quantizing(config, model)
-        attention = older_code.with_tower(model.config, model.config._attn_implementation)
+        attention = with_tower(model.config, model.config._attn_implementation)
         try:
-            with older_code.older_names(model.config):
+            with older_names(model.config):
                 quantized: PreTrainedModel = type(model).from_pretrained(
                     folder, attn_implementation=attention, dtype=model.dtype, use_safetensors=True, **given
                 )
@@ -376,7 +376,7 @@ def _dtype(config: RunConfig, model_config: PretrainedConfig, notes: list[str]) 
 def _model_class(config: RunConfig, model_config: PretrainedConfig) -> Any:
     if is_reward_model(config):
         return reward_class(model_config)
-    return older_code.in_older_code(multimodal_class(model_config) or AutoModelForCausalLM, model_config)
+    return in_older_code(multimodal_class(model_config) or AutoModelForCausalLM, model_config)
 
 
 def _build(

@@ -11,7 +11,7 @@ B rows, T tokens a row, K targets, S segments, P positions kept, D hidden size, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,17 +23,19 @@ from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 
 from luthier.errors import ModelError
-from luthier.layout.trees import leaves
+from luthier.layout import leaves
+from luthier.models import evaluating, output_layer, plain_model, sharding
 from luthier.models.encoders import BlankMedia, with_blanks
 from luthier.models.isolation import ChosenIsolation
 from luthier.models.model import REWARD_HEAD
-from luthier.models.routers import Routers
+from luthier.models.routers import Reduce, Routers
 from luthier.models.sharding import local_copy, replicate
-from luthier.models.submodules import evaluating, output_layer, plain_model
-from luthier.objectives.head import AnyHead, Head, LossKernel, tempered
+from luthier.objectives import AnyHead, Head, LossKernel, tempered
 from luthier.objectives.token_scores import TokenScores, token_scores
 from luthier.records import Batch, Targets
 from luthier.writing import counted
+
+ROUTER_LOSS = "router_aux_loss"  # its name in logs
 
 Scores = TypeVar("Scores")
 Score = Callable[[torch.Tensor, AnyHead], Scores]
@@ -385,3 +387,54 @@ def _log_probabilities(hidden_KD: torch.Tensor, head: AnyHead, targets: Targets)
 
 def _scores_with_entropy(hidden_KD: torch.Tensor, head: AnyHead, targets: Targets) -> TokenScores:
     return token_scores(hidden_KD, head, targets.ids_K, entropy=True)
+
+
+class RouterBalance:
+    """The loss that balances experts, in a run: what is counted before a step, and added to its micro-batches. Nothing
+    where a model has no ``routers``."""
+
+    def __init__(self, forward: ModelPass, learned: Callable[[Batch], Batch] | None) -> None:
+        """``learned``: what of a batch is learned, where it holds more than that."""
+        self._forward, self._routers, self._learned = forward, forward.routers, learned
+        self._sum, self._steps = 0.0, 0
+
+    def begin_step(self, model: nn.Module, batches: Sequence[Batch], reduce: Reduce) -> None:
+        """Count what routers choose in all micro-batches of a step, on all ranks, in forward passes of their own:
+        without dropout, and without drawing random numbers."""
+        if (routers := self._routers) is None:
+            return
+        routers.step = None
+        if len(batches) == 1 and not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
+            return  # the micro-batch is the whole step, and counts itself
+        try:
+            with evaluating(model), torch.no_grad(), torch.random.fork_rng(), routers.counting(with_gradients=False):
+                for batch in batches:
+                    self._forward.counted(model, batch if self._learned is None else self._learned(batch))
+        finally:
+            sharding.give_up_gathered(model)
+        self._note(routers, reduce)
+
+    def counting(self) -> AbstractContextManager[None]:
+        """Around the forward pass of a micro-batch."""
+        return nullcontext() if self._routers is None else self._routers.counting(with_gradients=True)
+
+    def loss(self) -> torch.Tensor | float:
+        """What the micro-batch that was counted last adds to the step's loss."""
+        if (routers := self._routers) is None:
+            return 0.0
+        if routers.step is None:
+            self._note(routers, lambda sums: sums)
+        return routers.coefficient * routers.loss(routers.taken())
+
+    def _note(self, routers: Routers, reduce: Reduce) -> None:
+        routers.step_begins(routers.taken(), reduce)
+        assert routers.step is not None
+        self._sum += float(routers.loss(routers.step))
+        self._steps += 1
+
+    def drain(self) -> dict[str, float]:
+        """The mean over the steps since the last time, by its name in logs."""
+        if not self._steps:
+            return {}
+        mean, self._sum, self._steps = self._sum / self._steps, 0.0, 0
+        return {ROUTER_LOSS: mean}

@@ -26,8 +26,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from luthier.config.choices import QuantizationType
 from luthier.config.inputs import QuantizationConfig
 from luthier.errors import ModelError, first_line
+from luthier.models import cast_to, read_past
 from luthier.models.routers import router_names
-from luthier.models.submodules import cast_to, read_past
 from luthier.writing import JsonObject, counted
 
 PACKAGES = {

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from luthier.config.schema import TrainConfig
 from luthier.errors import ModelError
-from luthier.models.submodules import unsharded_class
+from luthier.models import unsharded_class
 from luthier.records import Batch
 from luthier.writing import counted
 

@@ -33,9 +33,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from luthier.config.choices import Sharding
 from luthier.errors import CheckpointError, ModelError, UserError
+from luthier.models import is_multimodal, plain_model, unsharded_class
 from luthier.models.adapter_files import saves_embeddings
 from luthier.models.adapters import decoder_layers
-from luthier.models.submodules import is_multimodal, plain_model, unsharded_class
 from luthier.writing import counted
 
 # What accelerate's launcher sets where somebody else is to divide the work; none of it is followed here.

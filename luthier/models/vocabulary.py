@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from luthier.config.inputs import ModelConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError, RowError
-from luthier.models.submodules import output_layer, plain_model
+from luthier.models import output_layer, plain_model
 from luthier.writing import counted
 
 VOCABULARY_MULTIPLE = 64  # round sizes multiply faster

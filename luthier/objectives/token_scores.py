@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from luthier.objectives.head import (
+from luthier.objectives import (
     KERNEL_DTYPES,
     AnyHead,
     ChunkedHead,

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.packing import MicroBatchPlan, Planned, PlanSettings, SegmentTable, join, sums
 from luthier.packing.balance import mean_straggler, micro_batch_costs
 from luthier.packing.order import EpochOrder, ListedOrder, MixtureSettings, RowOrder
 from luthier.packing.planner import EpochPlanner, RowSegments, TableRows
-from luthier.packing.settings import MicroBatchPlan, Planned, PlanSettings, SegmentTable, join, sums
 from luthier.records import Ints
 from luthier.writing import counted
 

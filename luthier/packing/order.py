@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import MixtureBy, MixtureStop
 from luthier.errors import UserError
-from luthier.packing.settings import bounds_of
+from luthier.packing import bounds_of
 from luthier.records import Ints
 from luthier.writing import counted
 

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import Packing
 from luthier.errors import CheckpointError, UserError
-from luthier.packing.balance import Balancer, groups_sorted, micro_batch_costs
-from luthier.packing.best_fit import check_lengths, pack_in_order
-from luthier.packing.settings import Planned, PlanSettings, SegmentTable, bounds_of, every, join, sums, take_groups
+from luthier.packing import Planned, PlanSettings, SegmentTable, bounds_of, every, join, sums, take_groups
+from luthier.packing.balance import Balancer, check_lengths, groups_sorted, micro_batch_costs, pack_in_order
 from luthier.records import Ints
 from luthier.writing import JsonObject, counted
 
@@ -404,7 +403,7 @@ def without_worst(
 
 
 def pack_windows(lengths: Ints, capacity: int, window: int, rng: np.random.Generator | None) -> tuple[Ints, Ints]:
-    """All of ``lengths`` in their order, ``window`` new ones at once: flat packs, as of `best_fit.pack_in_order`."""
+    """All of ``lengths`` in their order, ``window`` new ones at once: flat packs, as of `balance.pack_in_order`."""
     waiting = np.zeros(0, dtype=np.int64)
     members, counts = [waiting], [waiting]
     for start in range(0, len(lengths), window):

@@ -17,11 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.choices import Packing
-from luthier.packing.balance import Balancer, micro_batch_costs, pad_rows
-from luthier.packing.best_fit import check_lengths
-from luthier.packing.order import EpochOrder
-from luthier.packing.packer import WindowPacker
-from luthier.packing.settings import (
+from luthier.packing import (
     Planned,
     PlanSettings,
     SegmentTable,
@@ -33,6 +29,9 @@ from luthier.packing.settings import (
     unit_bounds,
     unit_table,
 )
+from luthier.packing.balance import Balancer, check_lengths, micro_batch_costs, pad_rows
+from luthier.packing.order import EpochOrder
+from luthier.packing.packer import WindowPacker
 from luthier.records import Ints
 
 FIRST_BLOCK, LARGEST_BLOCK = 256, 2048  # rows of the order that are taken at a time: few at first, to begin soon

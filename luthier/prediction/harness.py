@@ -12,11 +12,11 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from luthier.config.schema import GenerateConfig
-from luthier.encoding.interface import as_prompt
-from luthier.engines.engine import Completion, Ids, Request
+from luthier.encoding import as_prompt
+from luthier.engines import Completion, Ids, Request
 from luthier.engines.local import LocalEngine
 from luthier.errors import RowError, UserError
-from luthier.prediction.trained_run import TrainedRun
+from luthier.prediction import TrainedRun
 from luthier.records import Address, Conversation, Message, Text
 from luthier.training.folder.artifacts import transformers_tokenizer
 

@@ -18,21 +18,21 @@ from luthier.config.choices import Packing
 from luthier.config.objective import ObjectiveConfig
 from luthier.config.schema import JudgeConfig, RunConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.judge import AnswerScorer, JudgedAnswer, Judgement, as_read
+from luthier.engines.json_client import AnswerScorer, JudgedAnswer, Judgement, as_read
 from luthier.errors import UserError
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.settings import eval_settings
-from luthier.metrics.table import JUDGE, RowLoss
+from luthier.metrics import JUDGE, RowLoss
 from luthier.models.model import run_device, run_precision
 from luthier.models.sharding import place
-from luthier.packing.settings import SegmentTable
+from luthier.packing import SegmentTable
 from luthier.records import Segment
-from luthier.rendering.messages import ControlTokens
+from luthier.rendering import ControlTokens
 from luthier.training.assemble import RunModel, collating
 from luthier.training.fit import as_packed
-from luthier.training.folder.staging import FILES
+from luthier.training.folder import FILES
+from luthier.training.losses import LossSums, ObjectiveParts
 from luthier.training.losses.objective import model_pass
-from luthier.training.losses.step_losses import LossSums, ObjectiveParts
 from luthier.training.losses.tokens import TokenLosses
 from luthier.training.losses.tower_features import AUTOCAST_DTYPES
 from luthier.training.report.events import silent

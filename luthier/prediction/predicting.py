@@ -27,13 +27,14 @@ from luthier import __version__
 from luthier.check.plan.stats import contamination
 from luthier.config.choices import RowKind
 from luthier.config.inputs import SourceConfig
-from luthier.encoding.interface import as_prompt
-from luthier.engines.engine import Completion, Engine, Refusal
+from luthier.encoding import as_prompt
+from luthier.engines import Completion, Engine, Refusal
 from luthier.engines.http import server_engine
-from luthier.engines.judge import AnswerScorer
+from luthier.engines.json_client import AnswerScorer
 from luthier.errors import RowError, UserError
 from luthier.loader.settings import Loaded, load_rows
-from luthier.metrics.table import Answered, RowLoss, chosen_metrics, measured
+from luthier.metrics import Answered, RowLoss, chosen_metrics, measured
+from luthier.prediction import TrainedRun, open_run
 from luthier.prediction.model_scores import (
     JUDGEMENTS_FILE,
     LOSSES_FILE,
@@ -45,12 +46,12 @@ from luthier.prediction.model_scores import (
     place_of,
     row_losses,
 )
-from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.records import Address, Conversation, Feedback, Preference, Row, Sample, Segment
-from luthier.sources import open_sources, resolve_sources
-from luthier.store.store import MANIFEST, store_folder
+from luthier.sources.origins import resolve_sources
+from luthier.sources.source import open_sources
+from luthier.store import MANIFEST, store_folder
 from luthier.training.assemble import RunModel
-from luthier.training.folder.staging import FILES
+from luthier.training.folder import FILES
 from luthier.training.generate import Question, questions_of, read_back, shown, wanted
 from luthier.writing import JsonObject, to_json, write_text
 

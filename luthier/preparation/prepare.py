@@ -17,15 +17,16 @@ from luthier.config.machine import usable_cores
 from luthier.config.schema import RUN_CONFIG, RunConfig
 from luthier.errors import BudgetError, UserError, install_hint
 from luthier.ledger import Ledger
-from luthier.preparation.prepared import Numbering, Prepared, PreparedSet, Quarantine, SourceInfo, hold_out
+from luthier.preparation import Numbering, Prepared, PreparedSet, Quarantine, SourceInfo, hold_out
 from luthier.preparation.resolver import Progress, ResolvedPortion, Resolver, read_in_order
 from luthier.preparation.sharing import UnitResolver, place_units, resolve_units
 from luthier.preparation.work_units import WorkUnits, decode_result
 from luthier.preparation.workers import RowEncoder
 from luthier.records import Ints
-from luthier.sources import Source, open_sources, resolve_sources
+from luthier.sources.origins import resolve_sources
+from luthier.sources.source import Source, open_sources
+from luthier.store import SampleStore, store_folder
 from luthier.store.format import SPOOL
-from luthier.store.store import SampleStore, store_folder
 
 __all__ = ["Prepared", "PreparedSet", "Progress", "prepare"]
 

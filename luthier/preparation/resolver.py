@@ -20,11 +20,10 @@ from luthier.errors import RowDropped, RowError, RowForbidden, plain_error, row_
 from luthier.ledger import Ledger
 from luthier.preparation.workers import Chunk, Outcome, RowEncoder, encode_chunks
 from luthier.records import SAMPLES_VERSION, Address, Ints
-from luthier.sources import RowBytes, Source
-from luthier.sources.source import id_digests
-from luthier.store import store as store_room
+from luthier.sources import RowBytes
+from luthier.sources.source import Source, id_digests
+from luthier.store import SHARD_BYTES, SampleStore, StoreWriter, row_key
 from luthier.store.format import KEY_BYTES, read_counts
-from luthier.store.store import SampleStore, StoreWriter, row_key
 from luthier.writing import counted
 
 _NO_TARGET = RowDropped("no_target", "no token of it is to be learned")
@@ -260,7 +259,7 @@ class Resolver:
         with closing(chunks) as encoded:
             for pending, outcomes in encoded:
                 uncommitted += self._book(pending, outcomes)
-                if uncommitted and (self.eager or uncommitted >= store_room.SHARD_BYTES):
+                if uncommitted and (self.eager or uncommitted >= SHARD_BYTES):
                     self._commit()
                     uncommitted = 0
                 yield from self._resolved()

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import Overflow
 from luthier.errors import RowDropped, UserError
+from luthier.layout import cut_prompt, leaf_segment, span_of, splice
 from luthier.layout.cutting import SegmentCut, plan_windows, take_window
-from luthier.layout.trees import cut_prompt, leaf_segment, span_of, splice
 from luthier.ledger import Ledger
-from luthier.packing.settings import PATCH_COST, SegmentTable, UnitKind, completion_room
-from luthier.preparation.prepared import PreparedSet
+from luthier.packing import PATCH_COST, SegmentTable, UnitKind, completion_room
+from luthier.preparation import PreparedSet
 from luthier.records import Ints, Segment
 from luthier.store.format import QUESTION, joined
 from luthier.writing import counted

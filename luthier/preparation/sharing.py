@@ -18,12 +18,11 @@ import msgspec
 import numpy as np
 
 from luthier.errors import StoreError
-from luthier.locks import holder_of, only_user
 from luthier.preparation import work_units
 from luthier.preparation.resolver import ReadPortion, ResolvedPortion, Resolver, some_at_a_time
 from luthier.store.disk import Disk, join_users, reported
 from luthier.store.format import USERS, WORK
-from luthier.writing import counted
+from luthier.writing import counted, holder_of, only_user
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock

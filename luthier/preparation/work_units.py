@@ -24,14 +24,15 @@ from luthier.errors import PlainRowError, RowError, StoreError, plain_error, row
 from luthier.ledger import Ledger
 from luthier.preparation.resolver import LostRow, ResolvedPortion, conversion_of, key_array
 from luthier.records import Address, Ints
-from luthier.sources import RowBytes, Source, text_files
+from luthier.sources import RowBytes, text_files
 from luthier.sources.files import DataFile
 from luthier.sources.origins import LocalFiles
 from luthier.sources.row_index import RowIndex
+from luthier.sources.source import Source
 from luthier.sources.text_files import line_row
+from luthier.store import SampleStore
 from luthier.store.disk import Disk
 from luthier.store.format import UNITS, joined
-from luthier.store.store import SampleStore
 
 UNIT_BYTES = 16_000_000  # a second of work: little to lose or to wait for, and much beside what sharing it costs
 UNIT_ROWS = 1_000

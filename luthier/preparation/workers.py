@@ -21,7 +21,8 @@ from typing import Generic, Literal, Protocol, TypeVar
 from luthier.config.machine import usable_cores
 from luthier.errors import RowError, UserError
 from luthier.records import MediaItem, Row, Sample
-from luthier.sources import RowBytes, RowReader
+from luthier.sources import RowBytes
+from luthier.sources.source import RowReader
 from luthier.store.format import EncodedSample, freeze_sample
 
 # A worker has to import the data path, load the tokenizer and make its own recordings: four seconds or so, in which one

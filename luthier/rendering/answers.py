@@ -21,7 +21,7 @@ from typing import Never
 
 from luthier.errors import RowError
 from luthier.records import Message, Text, Thinking, ToolCall
-from luthier.rendering.messages import ControlTokens
+from luthier.rendering import ControlTokens
 from luthier.rendering.openings import closings_of, is_of_thought
 from luthier.writing import counted, quoted
 

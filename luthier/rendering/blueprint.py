@@ -19,7 +19,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from luthier.records import NOWHERE, Address, ControlPiece, Media, MediaHeader, MediaPiece, Piece, Rendered, TextPiece
-from luthier.rendering.messages import ControlTokens
+from luthier.rendering import ControlTokens
 from luthier.rendering.text_references import RowString, TextReference, exchanged, value_of
 from luthier.rendering.trace import Guard, GuardCheck, compile_guards
 

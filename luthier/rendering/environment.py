@@ -51,8 +51,7 @@ from luthier.rendering.tracked import (
     unmarked,
 )
 from luthier.rendering.value_text import dump_json, formatted_by, owner_of, printed_by, text_of, written_as
-from luthier.templating.codegen import BoundedCodeGenerator, announce
-from luthier.templating.limits import TemplateLimits
+from luthier.templating import BoundedCodeGenerator, TemplateLimits, announce
 from luthier.templating.sandbox import SMALL, Sandbox, TemplateDict, TemplateNamespace, furnish, raise_exception
 from luthier.templating.sandbox import truncate as cut_short
 from luthier.templating.sizes import check_operator

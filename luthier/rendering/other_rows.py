@@ -11,9 +11,8 @@ from typing import Never
 from luthier import records
 from luthier.config.choices import RowKind, TrainOn
 from luthier.errors import RowError
-from luthier.rendering import paths, trained_turns
+from luthier.rendering import ControlTokens, MediaSlots, kind_of_media, paths, trained_turns
 from luthier.rendering.blueprint import Filled, PreferenceData
-from luthier.rendering.messages import ControlTokens, MediaSlots, kind_of_media
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.targets import closing_weight, part_weight
 from luthier.rendering.template import Recording

@@ -12,8 +12,7 @@ from typing import Any
 
 from luthier.errors import RowError
 from luthier.records import ControlPiece, MediaPiece, Message, Piece, Text, TextPiece, Thinking, ToolCall
-from luthier.rendering import trained_turns
-from luthier.rendering.messages import ControlTokens, is_media, place_media
+from luthier.rendering import ControlTokens, is_media, place_media, trained_turns
 from luthier.rendering.openings import Stretched, spliced
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.template import Recording
@@ -427,7 +426,7 @@ def cut_pieces(
 ) -> tuple[Piece, ...]:
     """Control tokens that the template wrote become `ControlPiece`s, all else `TextPiece`s cut at owners and spans.
 
-    ``media`` says which items stand at which control tokens (`messages.place_media`). No string of the row is in a
+    ``media`` says which items stand at which control tokens (`rendering.place_media`). No string of the row is in a
     sketch, so what looks like a control token there is one. Gives the pieces from ``start`` on, which is the end of a
     control token, to ``end``.
     """

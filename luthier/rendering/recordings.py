@@ -9,8 +9,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from luthier.records import Conversation, Message, Text, Thinking
-from luthier.rendering import text_references
-from luthier.rendering.messages import media_of, message_strings
+from luthier.rendering import media_of, message_strings, text_references
 from luthier.rendering.prefixes import LONG, Prefixes
 from luthier.rendering.substitution import Given
 from luthier.rendering.template import ChatTemplate, Recording

@@ -19,21 +19,21 @@ from luthier import records
 from luthier.config.choices import HistoryRendering, RowKind, TrainOn
 from luthier.errors import RowDropped, RowError, TemplateError
 from luthier.presets.named_templates import named_template, named_templates, stop_tokens
-from luthier.rendering import other_rows
-from luthier.rendering.answers import TAG, require_answer
-from luthier.rendering.blueprint import CONTROL_STRING, UNASKED, Blueprint, Filled, build_blueprint
-from luthier.rendering.messages import (
+from luthier.rendering import (
     ControlTokens,
     MediaSlots,
     SlotsOnDemand,
     media_of,
     message_strings,
     no_slots,
+    other_rows,
     thoughts_of,
     with_strings,
     with_thinking_in_text,
     without_empty_thinking,
 )
+from luthier.rendering.answers import TAG, require_answer
+from luthier.rendering.blueprint import CONTROL_STRING, UNASKED, Blueprint, Filled, build_blueprint
 from luthier.rendering.openings import closing_of_thought, ending_of
 from luthier.rendering.paths import Path, Weigh, can_be_asked, cut_paths, learned_spans, paths_of, prompt_path
 from luthier.rendering.prefixes import LONG, Joint, Judge, NotLocal, uncollected

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from luthier.records import Message
-from luthier.rendering.messages import (
+from luthier.rendering import (
     MessageForm,
     marked_messages,
     marked_tools,

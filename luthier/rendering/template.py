@@ -17,8 +17,7 @@ from jinja2.meta import find_undeclared_variables
 
 from luthier.errors import LuthierError, RowError, TemplateError
 from luthier.records import Audio, Image, Media, Message, Text, Video
-from luthier.rendering.environment import TrackingEnvironment
-from luthier.rendering.messages import (
+from luthier.rendering import (
     NO_SLOTS,
     ContentForm,
     MediaSlots,
@@ -27,11 +26,12 @@ from luthier.rendering.messages import (
     message_strings,
     plain_messages,
 )
+from luthier.rendering.environment import TrackingEnvironment
 from luthier.rendering.substitution import Given, OtherWords
 from luthier.rendering.text_references import Alphabet, common_length, filled_in, is_reference, references_in
 from luthier.rendering.trace import Guard, GuardCheck, Owner, Trace, compile_guards, expression_at, owner_runs
 from luthier.rendering.tracked import LostProvenance, Tracked, refuse
-from luthier.templating.limits import OverLimit, TemplateSettings
+from luthier.templating import OverLimit, TemplateSettings
 from luthier.templating.sandbox import TEMPLATE_ERRORS, plain_environment
 from luthier.writing import counted
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from luthier.errors import RowError
 from luthier.records import Conversation, Message, Text, Thinking
-from luthier.rendering import openings
-from luthier.rendering.messages import ControlTokens
+from luthier.rendering import ControlTokens, openings
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.template import ChatTemplate, MessageSpan, Recording
 from luthier.rendering.text_references import common_length, filled_in, is_reference

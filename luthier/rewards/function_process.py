@@ -23,7 +23,8 @@ from typing import Any, Self
 from luthier.config.rollout import CodeConfig
 from luthier.errors import UserError
 from luthier.records import Message, Text, ToolCall
-from luthier.rewards.dialogue_environment import MessageDict, Over, RowDict
+from luthier.rewards import MessageDict, Over, RowDict
+from luthier.rewards.child import REWARDS, TOOLS
 
 CHILD = "luthier.rewards.child"
 START_SECONDS = 60.0  # Python and the user's imports
@@ -42,10 +43,10 @@ class NoReward(NoAnswer):
 
 
 class UserProcess:
-    """Asks ``name`` of the Python file ``path`` in a process that runs the module ``child``. A process that is late is
+    """Asks ``name`` of the Python file ``path`` in a process that runs `rewards.child`. A process that is late is
     ended with all that it has started, and the next call has a new one. ``greeting`` is what the process says first."""
 
-    child, gives = CHILD, "answer"
+    kind, gives = TOOLS, "answer"
 
     def __init__(self, path: Path, name: str, *, timeout: float, max_memory: int) -> None:
         """``timeout`` in seconds for each call, ``max_memory`` in bytes."""
@@ -101,9 +102,9 @@ class UserProcess:
         self.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", self.child, str(self.path.resolve()), self.name, str(self.max_memory)]
+        program = [sys.executable, "-m", CHILD, self.kind]
         self._child = subprocess.Popen(
-            command,
+            [*program, str(self.path.resolve()), self.name, str(self.max_memory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -157,7 +158,7 @@ def _as_opinion(told: object) -> float | NoReward | None:
 class FunctionProcess(UserProcess):
     """A reward function in a process of its own."""
 
-    gives = "reward"
+    kind, gives = REWARDS, "reward"
 
     @property
     def takes_groups(self) -> bool:
@@ -206,16 +207,9 @@ class _Late(Exception):
 # ------------------------------ What answers the model's messages: tools and environments, each in a process of its own
 
 
-_CHILD = "luthier.rewards.tool_child"
 _SAID = {"start": ("system", "user", "tool", "assistant"), "step": ("user", "tool")}
 
 _NAMES = ("name", "tool_call_id")
-
-
-class _ToolProcess(UserProcess):
-    """Of a tool or an environment."""
-
-    child = _CHILD
 
 
 class ToolBox:
@@ -310,7 +304,7 @@ class EnvironmentProcess:
 
 def started(config: CodeConfig, key: str) -> UserProcess:
     """The process of a user's function or class. Raises `UserError`."""
-    process = _ToolProcess(config.file, config.name, timeout=config.timeout, max_memory=config.max_memory)
+    process = UserProcess(config.file, config.name, timeout=config.timeout, max_memory=config.max_memory)
     try:
         process.start()
     except NoAnswer as error:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from luthier.config.rollout import ENVIRONMENT, RewardConfig
 from luthier.errors import UserError
-from luthier.metrics.table import chosen_metrics
+from luthier.metrics import chosen_metrics
 from luthier.records import NOWHERE, Address, Message
-from luthier.rewards import reward_server
+from luthier.rewards import child
 from luthier.rewards.function_process import FunctionProcess, NoReward
 
 
@@ -158,7 +158,7 @@ class RewardJudge:
             return self._by_metric(reward, reward.metric)
         if reward.url is not None:
             memory = min(reward.max_memory, SERVER_MEMORY)
-            asking = FunctionProcess(Path(reward_server.__file__), "ask", timeout=reward.timeout, max_memory=memory)
+            asking = FunctionProcess(Path(child.__file__), "ask", timeout=reward.timeout, max_memory=memory)
             url, timeout, process = reward.url, reward.timeout, self._exits.enter_context(asking)
             return lambda answers: _by_server(process, url, timeout, answers)
         assert reward.file is not None, "a reward is a metric, a function, a server or a model"

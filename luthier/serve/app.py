@@ -13,15 +13,15 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from luthier import serve
 from luthier.config.schema import GenerateConfig, ServeConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.delivered import WeightsTaker
-from luthier.engines.engine import Ids, NewTokens, Session, WeightsName
-from luthier.engines.engine import Request as Question
-from luthier.engines.local import RewardEngine
+from luthier.engines import Ids, NewTokens, Session, WeightsName
+from luthier.engines import Request as Question
+from luthier.engines.local import RewardEngine, WeightsTaker
 from luthier.errors import UserError
 from luthier.records import Sample
-from luthier.serve import asking, wire
+from luthier.serve import asking
 from luthier.serve.bodies import ClientRequest, Echo, Teller
 from luthier.serve.gate import ClientGone, Counts, EventStream, Gate, as_response, read, while_there
 from luthier.serve.histories import CheckLength, Histories, any_length
@@ -104,10 +104,10 @@ class Api:
 
     async def tokenize(self, request: Request) -> Response:
         """The ids of a prompt, or of a text."""
-        body = await self._body(request, wire.TokenizeBody)
+        body = await self._body(request, serve.TokenizeBody)
         self._name(body.model)
         if (body.messages is msgspec.UNSET) == (body.prompt is msgspec.UNSET):
-            raise wire.RefusedRequest(
+            raise serve.RefusedRequest(
                 400, "either messages or prompt is needed", code="invalid_value", param="messages"
             )
         if body.messages is msgspec.UNSET:
@@ -125,7 +125,7 @@ class Api:
     async def weights(self, request: Request) -> Response:
         """Take weights that lie in the server's folder: a version, no path. Answers that are drawn come to their end
         before, and those that come meanwhile wait."""
-        taker, body = self.served.taker, await self._body(request, wire.WeightsBody)
+        taker, body = self.served.taker, await self._body(request, serve.WeightsBody)
         assert taker is not None, "there is no such route without it"
         wanted = WeightsName(version=body.version, digest=body.digest)
         try:
@@ -134,22 +134,22 @@ class Api:
                 await self._in_thread(partial(taker.take, wanted))
         except TimeoutError:
             what = f"answers were drawn for {self.limits.timeout:g} s, and weights change between them"
-            raise wire.RefusedRequest(503, what, code="timeout", hint="serve.timeout is the limit") from None
+            raise serve.RefusedRequest(503, what, code="timeout", hint="serve.timeout is the limit") from None
         except UserError as error:
-            raise wire.RefusedRequest(409, error.message, code="weights_not_taken", hint=error.hint) from None
+            raise serve.RefusedRequest(409, error.message, code="weights_not_taken", hint=error.hint) from None
         return JSONResponse({"version": wanted.version, "digest": wanted.digest})
 
     async def judge(self, request: Request) -> Response:
         """The rewards that a reward model gives to answers."""
-        body = await self._body(request, wire.ScoreBody)
+        body = await self._body(request, serve.ScoreBody)
         name = self._name(body.model)
         model = self.served.models[name]
         if not isinstance(model, RewardEngine):
-            raise wire.RefusedRequest(400, "this model answers, it gives no rewards", code="not_supported")
+            raise serve.RefusedRequest(400, "this model answers, it gives no rewards", code="not_supported")
         conversations = body.all
         if len(conversations) > self.limits.max_samples:
             what = f"{counted(len(conversations), 'conversation')}, the limit is {self.limits.max_samples}"
-            raise wire.RefusedRequest(400, what, code="invalid_value", param="conversations", hint="serve.max_samples")
+            raise serve.RefusedRequest(400, what, code="invalid_value", param="conversations", hint="serve.max_samples")
         count, data = 0, []
         for number, messages in enumerate(conversations):
             fits = partial(asking.check_fewest, context=self.served.context)
@@ -165,14 +165,14 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         """An answer to messages."""
-        body = await self._body(request, wire.ChatBody)
+        body = await self._body(request, serve.ChatBody)
         name = self._name(body.model)
         if body.tool_choice not in (None, "auto", "none"):
             hint = "auto, or none; no grammar holds the model to a call"
             what = "tool_choice other than auto and none is not done by this server"
-            raise wire.RefusedRequest(400, what, code="not_supported", param="tool_choice", hint=hint)
+            raise serve.RefusedRequest(400, what, code="not_supported", param="tool_choice", hint=hint)
         if body.top_logprobs and not body.logprobs:
-            raise wire.RefusedRequest(
+            raise serve.RefusedRequest(
                 400, "top_logprobs needs logprobs: true", code="invalid_value", param="top_logprobs"
             )
         tools = None if body.tool_choice == "none" else body.tools
@@ -204,21 +204,23 @@ class Api:
 
     async def complete(self, request: Request) -> Response:
         """What follows texts or ids, by the model alone: no template is around them."""
-        body = await self._body(request, wire.CompletionBody)
+        body = await self._body(request, serve.CompletionBody)
         name, top = self._name(body.model), body.logprobs or 0
         if body.max_tokens == 0 and not (body.echo and not body.stream):
             hint = "with echo: true, and not as a stream, it tells the prompt alone"
-            raise wire.RefusedRequest(400, "max_tokens is 0", code="invalid_value", param="max_tokens", hint=hint)
+            raise serve.RefusedRequest(400, "max_tokens is 0", code="invalid_value", param="max_tokens", hint=hint)
         prompts = await self._made(request, partial(self.served.prompts.of_prompts, body.prompt, self._fits(body)))
         if (body.n or 1) * len(prompts) > self.limits.max_samples:
             what = (
                 f"{counted(len(prompts), 'prompt')} and n = {body.n or 1}: the limit is "
                 f"{self.limits.max_samples} answers"
             )
-            raise wire.RefusedRequest(400, what, code="invalid_value", param="n", hint="serve.max_samples is the limit")
+            raise serve.RefusedRequest(
+                400, what, code="invalid_value", param="n", hint="serve.max_samples is the limit"
+            )
         if body.draw is not None and (len(prompts) > 1 or body.draw >= 2**64):
             what = "draw is of one prompt, and below 2 ** 64"
-            raise wire.RefusedRequest(
+            raise serve.RefusedRequest(
                 400, what, code="invalid_value", param="draw", hint="ask for each prompt by itself"
             )
         questions = []
@@ -249,7 +251,7 @@ class Api:
         )
         return await self._answer(request, asked, body)
 
-    async def _echo(self, request: Request, name: str, ids: Ids, body: wire.CompletionBody) -> Echo:
+    async def _echo(self, request: Request, name: str, ids: Ids, body: serve.CompletionBody) -> Echo:
         others = None
         if body.logprobs is not None and len(ids) > 1:
             most = MOST_SCORES // self.served.tokenizer.vocab_size
@@ -258,11 +260,11 @@ class Api:
                     f"the prompt has {counted(len(ids), 'token')}, and the probabilities of up to "
                     f"{most:,} are told with echo"
                 )
-                raise wire.RefusedRequest(400, what, code="invalid_value", param="prompt")
+                raise serve.RefusedRequest(400, what, code="invalid_value", param="prompt")
             others = await self._made(request, partial(self._answering(name).score, ids, 1, top=body.logprobs))
         return Echo(text=self.served.tokenizer.decode(ids), first=int(ids[0]), others=others)
 
-    async def _answer(self, request: Request, asked: ClientRequest, body: wire.SamplingBody) -> Response:
+    async def _answer(self, request: Request, asked: ClientRequest, body: serve.SamplingBody) -> Response:
         teller, asked = self._tellers[asked.model], replace(asked, until=request.state.until)
         if body.stream:
             usage_at_end = body.stream_options is not None and body.stream_options.include_usage
@@ -274,23 +276,23 @@ class Api:
         found = self.served.models[name]
         if not isinstance(found, AnsweringModel):
             what = "this is a reward model, which gives numbers and no answers"
-            raise wire.RefusedRequest(400, what, code="not_supported", hint="ask /v1/score")
+            raise serve.RefusedRequest(400, what, code="not_supported", hint="ask /v1/score")
         return found
 
-    def _settings(self, name: str, body: wire.SamplingBody, ids: Ids) -> GenerateConfig:
+    def _settings(self, name: str, body: serve.SamplingBody, ids: Ids) -> GenerateConfig:
         own, context, size = self._answering(name).settings, self.served.context, self.served.tokenizer.vocab_size
         for number in body.stop_token_ids or ():
             if number >= size and number not in own.stop_token_ids:
                 what = f"{number} is an id that the model never gives: the vocabulary has {size:,}"
-                raise wire.RefusedRequest(400, what, code="invalid_value", param="stop_token_ids")
+                raise serve.RefusedRequest(400, what, code="invalid_value", param="stop_token_ids")
         return asking.settings_of(body, own, self.limits, prompt=len(ids), context=context)
 
-    async def _body(self, request: Request, kind: type[wire.AnyBody]) -> wire.AnyBody:
+    async def _body(self, request: Request, kind: type[serve.AnyBody]) -> serve.AnyBody:
         request.state.until = asyncio.get_running_loop().time() + self.limits.timeout
         raw = await read(request, most=self.limits.max_body, seconds=self.limits.timeout)
-        return wire.read_body(raw, kind)
+        return serve.read_body(raw, kind)
 
-    def _fits(self, body: wire.SamplingBody) -> CheckLength:
+    def _fits(self, body: serve.SamplingBody) -> CheckLength:
         """Refuses what is longer than a prompt may be."""
         asked = asking.longest_of(body, self.limits)
         return partial(asking.check_fewest, context=self.served.context, answer=1 if asked is None else asked)
@@ -316,7 +318,7 @@ class Api:
         names = list(self.served.models)
         if asked is not None and asked not in names:
             what = f"no model is called {asked[:200]!r} here"
-            raise wire.RefusedRequest(
+            raise serve.RefusedRequest(
                 404, what, code="model_not_found", param="model", hint=f"there is {', '.join(names)}"
             )
         return names[0] if asked is None else asked
@@ -340,7 +342,7 @@ def application(served: Served, *, token: str | None) -> Gate:
     counts.paths = frozenset({*asked, *answered})
     for wrong in (404, 405):
         app.add_exception_handler(wrong, _no_such_route)
-    for kind in (wire.RefusedRequest, ClientGone, Exception):
+    for kind in (serve.RefusedRequest, ClientGone, Exception):
         app.add_exception_handler(kind, _as_response)
     return Gate(app, token=token, limits=served.limits, counts=counts, close=api.close)
 
@@ -348,14 +350,14 @@ def application(served: Served, *, token: str | None) -> Gate:
 async def _no_such_route(request: Request, error: Exception) -> Response:
     hint = "docs/serve.md lists the routes"
     what = f"there is no {request.method} {request.url.path[:200]}"
-    return as_response(wire.RefusedRequest(getattr(error, "status_code", 404), what, code="no_such_route", hint=hint))
+    return as_response(serve.RefusedRequest(getattr(error, "status_code", 404), what, code="no_such_route", hint=hint))
 
 
 async def _as_response(request: Request, error: Exception) -> Response:
     match error:
-        case wire.RefusedRequest():
+        case serve.RefusedRequest():
             return as_response(error)
         case ClientGone():
             return Response(status_code=499)
         case _:  # the gate tells its place
-            return as_response(wire.RefusedRequest(500, "the server failed on this request", code="internal_error"))
+            return as_response(serve.RefusedRequest(500, "the server failed on this request", code="internal_error"))

@@ -15,16 +15,16 @@ from pydantic import ValidationError
 
 from luthier.config import choices
 from luthier.config.schema import GenerateConfig, ServeConfig
-from luthier.encoding.interface import Tools
+from luthier.encoding import Tools
 from luthier.encoding.replies import ReplyReader, StopCutter, reply_form
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Finish, Ids, NewTokens, Refusal, Request, Session, WeightsName
+from luthier.engines import Finish, Ids, NewTokens, Refusal, Request, Session, WeightsName
 from luthier.errors import TemplateError
-from luthier.rendering.replies.form import ReplyDelta
-from luthier.rendering.replies.form import joined as deltas_joined
+from luthier.rendering.replies import ReplyDelta
+from luthier.rendering.replies import joined as deltas_joined
 from luthier.rendering.replies.learning import TEXT
+from luthier.serve import ChatBody, RefusedRequest, SamplingBody, texts_of
 from luthier.serve.gate import Counts
-from luthier.serve.wire import ChatBody, RefusedRequest, SamplingBody, texts_of
 from luthier.writing import counted
 
 MOST_HELD = 16  # tokens that may be parts of one character

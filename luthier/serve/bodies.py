@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Finish, NewTokens, Request
-from luthier.rendering.replies.form import CallPiece, ReplyDelta, joined_pieces
+from luthier.engines import Finish, NewTokens, Request
+from luthier.rendering.replies import CallPiece, ReplyDelta, joined_pieces
+from luthier.serve import RefusedRequest
 from luthier.serve.asking import HALF_CHARACTER, AnswerReader, Asker, joined, too_late
-from luthier.serve.wire import RefusedRequest
 from luthier.writing import JsonObject
 
 FINISHES = {Finish.STOP: "stop", Finish.STRING: "stop", Finish.LENGTH: "length"}

@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from luthier.config.schema import ServeConfig
-from luthier.serve.wire import RefusedRequest
+from luthier.serve import RefusedRequest
 from luthier.writing import JsonObject, counted
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")

@@ -11,19 +11,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from luthier import records
+from luthier import records, serve
 from luthier.config.inputs import SourceConfig
 from luthier.config.schema import ServeConfig
+from luthier.encoding import as_prompt
 from luthier.encoding.encoder import Encoder, encode_rows
-from luthier.encoding.interface import as_prompt
 from luthier.encoding.measuring import Measurer
-from luthier.engines.engine import Ids
+from luthier.engines import Ids
 from luthier.errors import RowError, TemplateError
-from luthier.media import MediaAccess, decoder_of
+from luthier.media.families.table import decoder_of
+from luthier.media.files import MediaAccess
 from luthier.rendering.render import Renderer
-from luthier.serve import wire
-from luthier.sources import RawRow, RowReader
+from luthier.sources import RawRow
 from luthier.sources.detect import detect_layout
+from luthier.sources.source import RowReader
 from luthier.writing import JsonObject, counted
 
 REQUEST = "request"  # the file of rows that come from clients
@@ -50,7 +51,7 @@ class Histories:
 
     def of_messages(
         self,
-        messages: Sequence[wire.MessageBody],
+        messages: Sequence[serve.MessageBody],
         tools: Sequence[Mapping[str, object]] | None,
         kwargs: Mapping[str, object] | None,
         check: CheckLength = any_length,
@@ -61,7 +62,7 @@ class Histories:
 
     def of_answer(
         self,
-        messages: Sequence[wire.MessageBody],
+        messages: Sequence[serve.MessageBody],
         tools: Sequence[Mapping[str, object]] | None,
         kwargs: Mapping[str, object] | None,
         check: CheckLength = any_length,
@@ -72,7 +73,7 @@ class Histories:
         *history, last = record.messages
         if last.role != "assistant" or not history:
             what = "a conversation ends with the assistant's answer that is to be judged"
-            raise wire.RefusedRequest(400, what, code="not_supported", param="messages")
+            raise serve.RefusedRequest(400, what, code="not_supported", param="messages")
         other = replace(
             last, parts=(*last.parts, records.Text(text="?"))
         )  # a pair needs two, and only the first is looked at
@@ -80,16 +81,16 @@ class Histories:
         return self._sample(pair, kwargs, check).segments()[0]
 
     def _record(
-        self, messages: Sequence[wire.MessageBody], tools: Sequence[Mapping[str, object]] | None
+        self, messages: Sequence[serve.MessageBody], tools: Sequence[Mapping[str, object]] | None
     ) -> records.Conversation:
         items = sum(
-            not isinstance(part, wire.TextPart)
+            not isinstance(part, serve.TextPart)
             for message in messages
             for part in (message.content if isinstance(message.content, list) else ())
         )
         if items > self.limits.max_media:
             what = f"the messages hold {counted(items, 'media item')}, the limit is {self.limits.max_media}"
-            raise wire.RefusedRequest(
+            raise serve.RefusedRequest(
                 413, what, code="media_limit", param="messages", hint="serve.max_media is the limit"
             )
         data: JsonObject = {
@@ -100,7 +101,7 @@ class Histories:
         try:
             record = self._reader.convert(RawRow(raw=b"", data=data, address=records.Address(file=REQUEST, row=1)))
         except RowError as error:
-            raise wire.of_row(error) from None
+            raise serve.of_row(error) from None
         assert isinstance(record, records.Conversation), "messages make a conversation"
         return record
 
@@ -113,11 +114,11 @@ class Histories:
                 check(self._fewest(renderer.render(record)))
             (outcome,) = encode_rows([record], renderer, self.encoder.assembler, self._measurer)
         except RowError as error:
-            raise wire.of_row(error) from None
+            raise serve.of_row(error) from None
         except TemplateError as error:
-            raise wire.RefusedRequest(400, error.message, code="template", hint=error.hint) from None
+            raise serve.RefusedRequest(400, error.message, code="template", hint=error.hint) from None
         if isinstance(outcome, RowError):
-            raise wire.of_row(outcome)
+            raise serve.of_row(outcome)
         self._check_pixels(outcome)
         return outcome
 
@@ -135,7 +136,7 @@ class Histories:
         try:
             (ids,) = tokenizer.encode_runs([text])
         except RowError as error:
-            raise wire.of_row(error) from None
+            raise serve.of_row(error) from None
         opening = [tokenizer.control_id(token) for token in tokenizer.control.opening] if opened else []
         return np.concatenate([np.array(opening, dtype=np.int32), ids]).astype(np.int32)
 
@@ -151,7 +152,7 @@ class Histories:
             return [self._known(prompt)]  # type: ignore[arg-type]
         if any(isinstance(one, int) for one in prompt) or len(prompt) > self.limits.max_samples:
             what = f"prompt is a text, ids, or a list of up to {self.limits.max_samples} of either"
-            raise wire.RefusedRequest(400, what, code="invalid_value", param="prompt")
+            raise serve.RefusedRequest(400, what, code="invalid_value", param="prompt")
         for one in prompt:  # all of them are looked at before the first is encoded
             check(self.encoder.tokenizer.fewest_tokens(one) if isinstance(one, str) else len(one))  # type: ignore[arg-type]
         return [self.of_text(one) if isinstance(one, str) else self._known(one) for one in prompt]  # type: ignore[arg-type]
@@ -166,7 +167,7 @@ class Histories:
             what = (
                 f"id {ids[wrong[0]]} at place {wrong[0]} names no token of text" if len(wrong) else "no ids are given"
             )
-            raise wire.RefusedRequest(400, what, code="invalid_value", param="prompt")
+            raise serve.RefusedRequest(400, what, code="invalid_value", param="prompt")
         return found.astype(np.int32)
 
     def _renderer(self, kwargs: Mapping[str, object]) -> Renderer:
@@ -195,13 +196,13 @@ class Histories:
             param = f"chat_template_kwargs.{name}"
             if name not in free:
                 what = f"the chat template reads no variable {name[:80]!r} of a request"
-                raise wire.RefusedRequest(
+                raise serve.RefusedRequest(
                     400, what, code="template", param=param, hint=f"it reads {', '.join(free) or 'none'}"
                 )
             text = json.dumps(value, ensure_ascii=False)
             if any(token in text for token in tokenizer.control.tokens):
                 what = f"the variable {name[:80]!r} holds a control token"
-                raise wire.RefusedRequest(400, what, code="control_in_text", param=param)
+                raise serve.RefusedRequest(400, what, code="control_in_text", param=param)
 
     def _check_pixels(self, sample: records.Sample) -> None:
         headers = [item.header for item in sample.media]
@@ -210,16 +211,16 @@ class Histories:
         )
         if pixels > self.limits.max_pixels:
             what = f"the pictures have {counted(pixels, 'pixel')} together, the limit is {self.limits.max_pixels:,}"
-            raise wire.RefusedRequest(
+            raise serve.RefusedRequest(
                 413, what, code="media_limit", param="messages", hint="serve.max_pixels is the limit"
             )
 
 
-def _as_row(message: wire.MessageBody, place: str) -> JsonObject:
+def _as_row(message: serve.MessageBody, place: str) -> JsonObject:
     """The message in the form of rows that are trained on."""
     if message.reasoning_content and message.thinking and message.reasoning_content != message.thinking:
         what = "reasoning_content and thinking are two names of one thing, and differ"
-        raise wire.RefusedRequest(400, what, code="invalid_value", param=f"{place}.thinking")
+        raise serve.RefusedRequest(400, what, code="invalid_value", param=f"{place}.thinking")
     content: object = message.content
     if isinstance(content, list):
         content = [_as_part(part, f"{place}.content[{number}]") for number, part in enumerate(content)]
@@ -241,32 +242,32 @@ def _as_call(call: Any) -> JsonObject:
     return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
 
 
-def _as_part(part: wire.ContentPart, place: str) -> JsonObject:
+def _as_part(part: serve.ContentPart, place: str) -> JsonObject:
     match part:
-        case wire.TextPart():
+        case serve.TextPart():
             return {"type": "text", "text": part.text}
-        case wire.ImagePart():
+        case serve.ImagePart():
             return {"type": "image", "bytes": _bytes_of(part.image_url, f"{place}.image_url")}
-        case wire.VideoPart():
+        case serve.VideoPart():
             return {"type": "video", "bytes": _bytes_of(part.video_url, f"{place}.video_url")}
-        case wire.AudioUrlPart():
+        case serve.AudioUrlPart():
             return {"type": "audio", "bytes": _bytes_of(part.audio_url, f"{place}.audio_url")}
-        case wire.AudioPart():
+        case serve.AudioPart():
             return {"type": "audio", "bytes": _decoded(part.input_audio.data, f"{place}.input_audio.data")}
         case _:
             raise AssertionError(part)
 
 
-def _bytes_of(url: wire.Url | str, place: str) -> bytes:
+def _bytes_of(url: serve.Url | str, place: str) -> bytes:
     """What a data URL holds. Raises `RefusedRequest` for anything else: no file is read and nothing is fetched."""
-    if isinstance(url, wire.Url) and url.detail != "auto":
+    if isinstance(url, serve.Url) and url.detail != "auto":
         what = f"{place}.detail is not done by this server"
-        raise wire.RefusedRequest(400, what, code="not_supported", param=f"{place}.detail", hint="auto")
-    text = url.url if isinstance(url, wire.Url) else url
+        raise serve.RefusedRequest(400, what, code="not_supported", param=f"{place}.detail", hint="auto")
+    text = url.url if isinstance(url, serve.Url) else url
     head, comma, _ = text[:200].partition(",")
     if not head.startswith("data:") or not head.lower().endswith(";base64") or not comma:
         hint = "send the file itself: data:image/png;base64,…"
-        raise wire.RefusedRequest(
+        raise serve.RefusedRequest(
             400, "media come as data URLs in base64 only", code="media_url", param=place, hint=hint
         )
     return _decoded(text[len(head) + 1 :], place)
@@ -278,5 +279,5 @@ def _decoded(data: str, place: str) -> bytes:
     except msgspec.ValidationError:
         found = b""
     if not found:
-        raise wire.RefusedRequest(400, "this is no base64", code="bad_media", param=place)
+        raise serve.RefusedRequest(400, "this is no base64", code="bad_media", param=place)
     return found

@@ -20,16 +20,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from luthier.config.choices import LONGEST_SEQUENCE
 from luthier.config.schema import RUN_CONFIG
-from luthier.engines.delivered import WeightsTaker
-from luthier.engines.local import NO_ADAPTER, LocalEngine, RewardEngine
+from luthier.engines.local import NO_ADAPTER, LocalEngine, RewardEngine, WeightsTaker
 from luthier.errors import UserError
 from luthier.models.adapter_files import load_to_answer
-from luthier.prediction.trained_run import TrainedRun, open_run
+from luthier.prediction import TrainedRun, open_run
+from luthier.serve import MessageBody, RefusedRequest
 from luthier.serve.app import AnsweringModel, Served, application
 from luthier.serve.asking import reader_of
 from luthier.serve.gate import LOOPBACK_NAMES, Gate
 from luthier.serve.histories import Histories
-from luthier.serve.wire import MessageBody, RefusedRequest
 from luthier.training.assemble import RunModel
 
 GRACE = 10  # seconds in which answers that are under way may come to their end when the server is to stop

@@ -3,7 +3,7 @@
 A null field of a struct means that the field is absent: columnar files cannot say otherwise (every message of a column
 has all keys that any message has). Bytes become base64 text, dates and durations ISO text (nanoseconds are cut to
 microseconds, which is all that Python's own types hold), NaN null. A value that has no JSON form becomes an object that
-says why (`luthier.sources.rows.unreadable`), so a column that nobody uses costs no row.
+says why (`luthier.sources.unreadable`), so a column that nobody uses costs no row.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from luthier.errors import RowError, SourceError
 from luthier.records import Address
+from luthier.sources import MAX_COLUMNAR_ROW_BYTES, RowBytes, row_too_long, unreadable
 from luthier.sources.files import DataFile, FileKind
 from luthier.sources.open_files import CACHE_BYTES, OpenFiles, SpooledRows, Value, index_by_spool, spooled
-from luthier.sources.rows import MAX_COLUMNAR_ROW_BYTES, RowBytes, row_too_long, unreadable
 from luthier.writing import counted
 
 ROWS_PER_BATCH = 1000

@@ -9,7 +9,7 @@ from luthier.config.explain import nearest_names
 from luthier.config.inputs import SourceConfig
 from luthier.errors import SourceError
 from luthier.records import TargetRule
-from luthier.sources.formats.layout import TAG_NAMES, Layout, build_tags
+from luthier.sources.formats import TAG_NAMES, Layout, build_tags
 from luthier.sources.formats.table import COLUMN_ALIASES, FORMATS, SAY_WHAT_IS_LEARNED, FormatRule, column_names
 from luthier.writing import counted
 

@@ -20,11 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import PlainRowError, RowError, SourceError, plain_error, row_error
-from luthier.locks import locked
 from luthier.records import SAMPLES_VERSION, Address
+from luthier.sources import RowBytes
 from luthier.sources.files import DataFile
-from luthier.sources.rows import RowBytes
-from luthier.writing import counted, whole_file
+from luthier.writing import counted, locked, whole_file
 
 _MAX_DESCRIPTORS = 64
 CACHE_BYTES = 32 << 20  # of decoded columns; what does not fit in here is spooled (see `columnar`)

@@ -21,9 +21,9 @@ from luthier.config.explain import nearest_names
 from luthier.config.inputs import DataConfig, SourceConfig
 from luthier.errors import ModelError, RowError, SourceError, install_hint
 from luthier.records import Address
+from luthier.sources import RowBytes, decode_strict
 from luthier.sources.columnar import count_columnar_rows, encode_row, read_columnar_file, table_rows
 from luthier.sources.files import DataFile, find_files
-from luthier.sources.rows import RowBytes, decode_strict
 from luthier.sources.text_files import read_text_file
 
 if TYPE_CHECKING:

@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import Documents
 from luthier.errors import RowError, SourceError
-from luthier.sources import open_files, text_files
+from luthier.sources import RowBytes, open_files, text_files
 from luthier.sources.columnar import chosen_rows, index_columns
 from luthier.sources.files import DataFile, FileKind
 from luthier.sources.origins import HubRows, LocalFiles, Origin
-from luthier.sources.rows import RowBytes
 
 if TYPE_CHECKING:
     import datasets

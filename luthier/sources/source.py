@@ -37,14 +37,14 @@ from luthier.records import (
     Tokenized,
     ToolCall,
 )
+from luthier.sources import RawRow, RowBytes, decode_row, json_kind
 from luthier.sources.detect import NUM_ROWS_SEEN, detect_layout
 from luthier.sources.files import FileKind
-from luthier.sources.formats.layout import Layout
+from luthier.sources.formats import Layout
 from luthier.sources.formats.reading import Reading
 from luthier.sources.formats.table import FORMATS, declared_by
 from luthier.sources.origins import HUB, MODELSCOPE, PRESET, LocalFiles, Origin, open_origin
 from luthier.sources.row_index import RowIndex, index_origin
-from luthier.sources.rows import RawRow, RowBytes, decode_row, json_kind
 from luthier.sources.text_files import cell_separator
 from luthier.writing import counted
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from luthier.config.choices import Documents
 from luthier.errors import RowError, SourceError
 from luthier.records import Address
+from luthier.sources import MAX_ROW_BYTES, RowBytes, row_too_long
 from luthier.sources.files import DataFile, FileKind, open_compressed
-from luthier.sources.rows import MAX_ROW_BYTES, RowBytes, row_too_long
 from luthier.writing import counted
 
 if TYPE_CHECKING:

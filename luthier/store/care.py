@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from luthier.errors import StoreError, UserError
-from luthier.locks import only_user
+from luthier.store import SampleStore
 from luthier.store.disk import TEMPORARY, Disk, join_users
 from luthier.store.format import (
     ABOUT,
@@ -33,8 +33,7 @@ from luthier.store.format import (
     write_manifest,
 )
 from luthier.store.shard_reader import Shard
-from luthier.store.store import SampleStore
-from luthier.writing import whole_file
+from luthier.writing import only_user, whole_file
 
 if TYPE_CHECKING:
     import pyarrow as pa

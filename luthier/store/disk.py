@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from luthier.errors import StoreError
-from luthier.locks import MOST_TRIES, NO_LOCKS, SharedLock, lock_file
-from luthier.writing import rename, write_whole
+from luthier.writing import MOST_TRIES, NO_LOCKS, SharedLock, lock_file, rename, write_whole
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock

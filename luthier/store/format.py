@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import StoreError
-from luthier.packing.settings import bounds_of
+from luthier.packing import bounds_of
 from luthier.records import Audio, AudioHeader, Image, ImageHeader, MediaItem, Sample, Video, VideoHeader
 from luthier.store.disk import REPAIR, Disk
 

@@ -25,9 +25,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_environment
 
 from luthier.errors import TemplateError
-from luthier.templating import sizes
-from luthier.templating.codegen import DICT_ATTRIBUTES, BoundedCodeGenerator, GenerationBlock
-from luthier.templating.limits import MAX_ITEMS, OverLimit, RenderUsage, TemplateLimits
+from luthier.templating import (
+    DICT_ATTRIBUTES,
+    MAX_ITEMS,
+    BoundedCodeGenerator,
+    GenerationBlock,
+    OverLimit,
+    RenderUsage,
+    TemplateLimits,
+    sizes,
+)
 from luthier.writing import counted
 
 STRING_METHODS = frozenset(

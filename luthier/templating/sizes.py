@@ -18,7 +18,7 @@ from typing import Any
 
 from jinja2.utils import Namespace
 
-from luthier.templating.limits import MAX_BITS, MAX_HEAVY_CHARS, MAX_ITEMS, OverLimit, RenderUsage
+from luthier.templating import MAX_BITS, MAX_HEAVY_CHARS, MAX_ITEMS, OverLimit, RenderUsage
 from luthier.writing import counted
 
 MAX_DEPTH = 50  # of tuples within tuples: Python hashes them without looking how deep they are

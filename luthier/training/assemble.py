@@ -21,37 +21,46 @@ from luthier.config.rollout import DeadGroups
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Engine
+from luthier.engines import Engine
 from luthier.engines.local import LocalEngine
 from luthier.errors import ModelError
 from luthier.loader.plan import StreamPlan
 from luthier.loader.settings import check_reward_columns, eval_settings, media_of, shares_prompts, units_of
-from luthier.models import adapter_files, adapter_targets, adapters, quantized, sharding, submodules
+from luthier.models import (
+    adapter_files,
+    adapter_targets,
+    adapters,
+    quantized,
+    sharding,
+    text_attention,
+    undrawn,
+    unsharded_class,
+)
 from luthier.models.model import RANDOM_WEIGHTS, LoadedModel, load_model, quantize_whole, run_precision
+from luthier.models.passes import ROUTER_LOSS
 from luthier.models.vocabulary import Vocabulary, rows_left_out
 from luthier.objectives.policy_losses import Advantage
-from luthier.packing.settings import Segments
+from luthier.packing import Segments
 from luthier.rewards.function_process import EnvironmentProcess, ToolBox
 from luthier.rewards.judging import RewardJudge
-from luthier.sources import open_sources, resolve_sources
-from luthier.sources.source import RowsByAddress
-from luthier.training import initial_adapter, numerics, optimizer, streams
+from luthier.sources.origins import resolve_sources
+from luthier.sources.source import RowsByAddress, open_sources
+from luthier.training import initial_adapter, optimizer, processes, streams
 from luthier.training.callbacks import EarlyStopping, Flow, Hooks, Journal, Meter, Unreached
 from luthier.training.data import RunData
 from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import OBJECTIVE_STATE, checkpoint_step, write_json
 from luthier.training.folder.run_folder import LostMediaRows
+from luthier.training.losses import ObjectiveParts, StepLosses, names_of_drawing
 from luthier.training.losses.objective import kernel_name, make_losses, model_pass
 from luthier.training.losses.policies import FLOOR_OF_16_BITS, PolicyLosses
-from luthier.training.losses.router_balance import RouterBalance
-from luthier.training.losses.step_losses import ObjectiveParts, StepLosses, names_of_drawing
 from luthier.training.losses.tower_features import AUTOCAST_DTYPES, choose_media
-from luthier.training.report.result import ModelSummary
-from luthier.training.rollouts import ray_actors, reward_models
-from luthier.training.rollouts.answer_groups import AnswerLayout
+from luthier.training.report import ModelSummary
+from luthier.training.rollouts import AnswerLayout, reward_models
 from luthier.training.rollouts.delivery import Delivery, delivery_of
 from luthier.training.rollouts.drawing import Rollouts
 from luthier.training.rollouts.early_warnings import EarlyWarnings
+from luthier.training.rollouts.ray_cluster import ray_rewards
 from luthier.training.rollouts.sampler_probes import SamplerProbes
 from luthier.training.rollouts.talks import Talks, sampling
 from luthier.training.trainer import Trainer, TrainerParts
@@ -119,7 +128,7 @@ def make_model(
         note(f"model: {_as_resumed(decision, loaded, is_adapter=is_adapter, resume=resume)}")
     set_seed(config.runtime.seed)  # the adapter's initial values
     model = adapters.apply_adapter(loaded.model, config.adapter, new_ids=vocabulary.new_ids)
-    if OBJECTIVES[config.objective.name].on_policy and (dropped := numerics.without_dropout(model)):
+    if OBJECTIVES[config.objective.name].on_policy and (dropped := processes.without_dropout(model)):
         note(f"model: no dropout ({', '.join(dropped)}), as answers are drawn without it")
     if frozen := rows_left_out(model, vocabulary.new_ids):
         rows = f"the rows of {counted(len(vocabulary.new_ids), 'new token')} in {' and '.join(frozen)}"
@@ -227,7 +236,7 @@ def make_trainer(setup: RunSetup) -> Trainer:
         save_state=save_state,
     )
     trainer = Trainer(run_model.model, arguments, parts, _callbacks(setup, parts, evaluates=evaluates))
-    numerics.check_in_force(trainer.accelerator, run_precision(config))
+    processes.check_in_force(trainer.accelerator, run_precision(config))
     return trainer
 
 
@@ -238,7 +247,7 @@ def _rollouts(setup: RunSetup, how: CollateSettings, losses: StepLosses, *, shar
     objective = OBJECTIVES[config.objective.name]
     if not objective.on_policy:
         return None
-    if (reason := submodules.undrawn(setup.run_model.loaded.model.config)) is not None:
+    if (reason := undrawn(setup.run_model.loaded.model.config)) is not None:
         raise ModelError(reason, hint="set objective: sft")
     local = LocalEngine(model, tokenizer, media=media, batch_size=config.rollout.batch_size)
     delivery = _delivery(setup, local, losses)
@@ -296,7 +305,7 @@ def _judge(setup: RunSetup) -> RewardJudge:
     if config.rollout.reward_actors.ray is None:
         models = reward_models.reward_judges(config, setup.run_model.model, setup.tokenizer, hooks.note)
     else:
-        models = ray_actors.ray_rewards(config, ranks=setup.world.size, closing=hooks.closing, tell=hooks.note)
+        models = ray_rewards(config, ranks=setup.world.size, closing=hooks.closing, tell=hooks.note)
     judge = RewardJudge(config.rollout.rewards, max_new_tokens=config.rollout.max_new_tokens, models=models)
     return hooks.closing.enter_context(judge)
 
@@ -340,7 +349,7 @@ def _talks(config: RunConfig, engine: Engine, closing: ExitStack) -> Talks | Non
 
 def _callbacks(setup: RunSetup, parts: TrainerParts, *, evaluates: bool) -> list[TrainerCallback]:
     config, hooks = setup.config, setup.hooks
-    measured = (*parts.measured, *RouterBalance(parts.losses).measured)
+    measured = parts.measured if parts.losses.forward.routers is None else (*parts.measured, ROUTER_LOSS)
     callbacks: list[TrainerCallback] = [
         Flow(config, setup.schedule, evaluates=evaluates, asked_to_stop=hooks.stop.agreed),
         Journal(parts.meter, measured, hooks.tell, lambda: setup.schedule.total_steps),
@@ -358,12 +367,12 @@ def summarise_model(setup: RunSetup, trainer: Trainer) -> ModelSummary:
     total, trainable = adapters.count_parameters(model)
     return ModelSummary(
         name=config.model.name_or_path,
-        architecture=submodules.unsharded_class(loaded.model).__name__,
+        architecture=unsharded_class(loaded.model).__name__,
         parameters=total,
         trainable_parameters=trainable,
-        dtype=numerics.weight_types(model),
-        precision=numerics.computed_in(trainer.accelerator, loaded.model),
-        attn_implementation=submodules.text_attention(loaded.model),  # that which keeps segments apart
+        dtype=processes.weight_types(model),
+        precision=processes.computed_in(trainer.accelerator, loaded.model),
+        attn_implementation=text_attention(loaded.model),  # that which keeps segments apart
         head_kernel=kernel_name(trainer.parts.losses.forward.head),
         device=str(trainer.args.device),
         adapter=adapters.adapter_facts(model),

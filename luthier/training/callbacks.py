@@ -21,9 +21,9 @@ from luthier.config.choices import Strategy
 from luthier.config.schema import EvalConfig, RunConfig
 from luthier.loader.plan import StreamPlan
 from luthier.models.adapter_targets import collapse
-from luthier.training.losses.step_losses import by_source
+from luthier.training.losses import by_source
+from luthier.training.report import EvalRecord, StepRecord, exit_code
 from luthier.training.report.events import EventListener, Note, Saved, Started, StepDone
-from luthier.training.report.result import EvalRecord, StepRecord, exit_code
 from luthier.training.streams import World
 from luthier.writing import JsonObject, counted
 

@@ -18,14 +18,14 @@ from luthier.ledger import HELD_OUT, Ledger
 from luthier.loader.feed import FeedReader
 from luthier.loader.numbered_rows import ArrivalSettings, ArrivingRows, RowTable
 from luthier.loader.settings import mixture_of, units_of
+from luthier.packing import Segments, SegmentTable, UnitKind
 from luthier.packing.epoch import EpochPlan, describe
 from luthier.packing.order import hold_out_part
-from luthier.packing.settings import Segments, SegmentTable, UnitKind
-from luthier.preparation.prepared import Prepared, PreparedSet, SourceInfo
+from luthier.preparation import Prepared, PreparedSet, SourceInfo
 from luthier.preparation.resolver import ResolvedPortion
 from luthier.preparation.segments import SegmentIndex
-from luthier.store.store import SampleStore, store_folder
-from luthier.training.report.result import DataSummary
+from luthier.store import SampleStore, store_folder
+from luthier.training.report import DataSummary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

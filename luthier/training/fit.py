@@ -1,13 +1,18 @@
-"""A run, from prepared data to the saved model."""
+"""A run, from prepared data to the saved model, and what is reported of it when it has ended."""
 
 from __future__ import annotations
 
+import functools
 import os
+import platform
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -18,43 +23,45 @@ from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from luthier.config.choices import Packing
+from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.judge import AnswerScorer
+from luthier.engines.json_client import AnswerScorer
 from luthier.errors import SamplerLost, UserError
-from luthier.loader.settings import media_of
+from luthier.loader.settings import eval_settings, media_of
 from luthier.loader.stream_state import LoaderState
-from luthier.media.families.family import PackingSupport
-from luthier.metrics.table import JUDGE, metrics_of_answers
-from luthier.models import adapter_files, sharding, submodules
+from luthier.media.families import PackingSupport
+from luthier.metrics import JUDGE, metrics_of_answers
+from luthier.models import adapter_files, sharding, ungenerated
 from luthier.models.model import run_device
-from luthier.packing.settings import Segments
-from luthier.preparation.prepared import Prepared
-from luthier.sources import open_sources, resolve_sources
-from luthier.sources.source import RowsByAddress
+from luthier.packing.epoch import plan_epoch, shares_of
+from luthier.preparation import Prepared
 from luthier.training import streams
 from luthier.training.assemble import RunSetup, make_model, make_trainer, summarise_model
-from luthier.training.callbacks import AnsweringBetween, Hooks, StopAgreement, StopSignals
-from luthier.training.data import RunData, open_run_data
+from luthier.training.callbacks import AnsweringBetween, EarlyStopping, Hooks, StopAgreement, StopSignals
+from luthier.training.data import RunData, open_run_data, summary_of
 from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import (
     OBJECTIVE_STATE,
     UnusableCheckpoint,
+    broken_checkpoints,
     checkpoint_step,
     read_json,
     replacing,
     set_aside_broken,
     taking_over,
 )
+from luthier.training.folder.run_folder import ledger_of_run
+from luthier.training.folder.state import plain_optimizer
 from luthier.training.generate import AnswerMeasures, Question, answer_all, answering, choose_questions, passed_over_by
-from luthier.training.numerics import own_numerics
-from luthier.training.outcome import Run, result_of
-from luthier.training.ranks import naming_lost_ranks
-from luthier.training.report import events
-from luthier.training.report.result import LOG_FILE, RunResult
+from luthier.training.processes import naming_lost_ranks, optimizer_facts, own_numerics
+from luthier.training.report import LOG_FILE, DataSummary, Ended, ModelSummary, RunResult, SourceSummary, events
+from luthier.training.report.events import read_log
+from luthier.training.rollouts import ledger_of_answers
 from luthier.training.rollouts.drawing import Rollouts
-from luthier.training.rollouts.held_out import HeldOutTalks, with_rewards
+from luthier.training.rollouts.held_out import HeldOutTalks, held_out_talks, with_rewards
+from luthier.training.trainer import Trainer
 from luthier.writing import counted
 
 
@@ -301,7 +308,7 @@ def _questions(run: Run) -> list[Question] | HeldOutTalks:
     if not wanted:
         return []
     metrics_of_answers(config.eval.metrics)  # raises before any answer is generated
-    if (reason := submodules.ungenerated(model.loaded.model.config)) is not None:
+    if (reason := ungenerated(model.loaded.model.config)) is not None:
         raise UserError(
             f"eval.generate_rows is {wanted}, and {reason}",
             hint="set eval.generate_rows: 0; held-out rows are still measured by their loss",
@@ -310,7 +317,7 @@ def _questions(run: Run) -> list[Question] | HeldOutTalks:
         raise UserError(
             f"eval.generate_rows is {wanted}, but there are no held-out rows", hint="set data.eval or data.eval_split"
         )
-    talks = _held_out_talks(run, data.eval)
+    talks = held_out_talks(run.trainer.parts.stream.rollouts, config, data.eval, run.setup.hooks.note)
     stops = frozenset(run.setup.tokenizer.stop_token_ids)
     found = choose_questions(data.eval, wanted, stops) if talks is None else []
     number = len(found if talks is None else talks.questions)
@@ -320,32 +327,6 @@ def _questions(run: Run) -> list[Question] | HeldOutTalks:
     if passed_over := passed_over_by(model.model):
         run.setup.hooks.note(f"answers are generated as generate.* says, not the model's {passed_over}")
     return talks if talks is not None and talks.questions else found
-
-
-def _held_out_talks(run: Run, held_out: Segments) -> HeldOutTalks | None:
-    """Where answers take several turns: held-out rows that are answered as those of training are."""
-    rollouts, config = run.trainer.parts.stream.rollouts, run.setup.config
-    if not isinstance(rollouts, Rollouts) or rollouts.talks is None:
-        return None
-    if JUDGE in config.eval.metrics:
-        what = "eval.metrics: answers of several turns are not judged by the metric judge"
-        raise UserError(what, hint="remove it: the run's rewards judge them", key="eval.metrics")
-    told: set[str] = set()
-
-    def note(what: str, _: int) -> None:
-        if what not in told:
-            run.setup.hooks.note(f"held-out rows: {what}")
-        told.add(what)
-
-    train, own = resolve_sources(config.data)
-    return HeldOutTalks.of(
-        replace(rollouts.talks, engine=rollouts.held_out_engine),
-        held_out,
-        config.eval.generate_rows,
-        rows=RowsByAddress(sources=open_sources(own or train, seed=config.runtime.seed)),
-        settings=answering(config),
-        note=note,
-    )
 
 
 def _answer(run: Run, questions: list[Question] | HeldOutTalks) -> None:
@@ -398,3 +379,115 @@ def _save(run: Run) -> None:
         merged.config.get_text_config().use_cache = run_model.use_cache
         with replacing(folder / run_folder.MERGED_FOLDER) as staging:
             artifacts.save_model(merged, staging, tokenizer, processor=run_model.processor)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is reported of a run.
+
+
+REPORTED_VERSIONS = ("luthier", "torch", "transformers", "peft", "accelerate")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run that is ready for its first step."""
+
+    setup: RunSetup
+    trainer: Trainer
+    summary: ModelSummary  # made now: merging takes the adapter off
+
+
+def result_of(run: Run, started_at: str) -> RunResult:
+    """What the run leaves to be reported, but for how long it took."""
+    config, data, hooks, resume = run.setup.config, run.setup.data, run.setup.hooks, run.setup.resume
+    state, output = run.trainer.state, config.output.dir
+    steps, evals, generations = read_log(output / LOG_FILE, hooks.tell)
+    signal = hooks.stop.signal
+    stopped_early = any(isinstance(c, EarlyStopping) and c.stopped for c in run.trainer.callback_handler.callbacks)
+    merged = config.adapter.merge and isinstance(run.setup.run_model.model, PeftModel)
+    eval_data = None
+    if data.eval_rows is not None:
+        eval_plan = eval_settings(config, num_ranks=run.setup.world.size)
+        eval_data = summary_of(plan_epoch(data.eval_rows, eval_plan, epoch=0), data.eval_rows)
+    return RunResult(
+        output_dir=str(output),
+        model_dir=run_folder.MODEL_FOLDER if signal is None else None,
+        merged_dir=run_folder.MERGED_FOLDER if merged and signal is None else None,
+        adapter=config.adapter.type.value,
+        ended=Ended.INTERRUPTED if signal is not None else Ended.EARLY_STOPPED if stopped_early else Ended.COMPLETED,
+        signal=signal,
+        started_at=started_at,
+        seconds=0.0,
+        epochs=run.setup.schedule.epoch_after(state.global_step),
+        global_step=state.global_step,
+        max_steps=run.setup.schedule.total_steps,
+        world_size=run.setup.world.size,
+        resumed_from=None if resume is None else resume.name,
+        set_aside=tuple(broken_checkpoints(output)),
+        steps=steps,
+        evals=evals,
+        # a finished run that is started again answers again
+        generations=tuple({done.step: done for done in generations}.values()),
+        best_checkpoint=None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint).name,
+        best_metric=state.best_metric,
+        train_data=_train_summary(run.setup),
+        eval_data=eval_data,
+        mixture=_mixture(run.setup, state.global_step),
+        model=run.summary,
+        optimizer=optimizer_facts(plain_optimizer(run.trainer.optimizer)),
+        peak_memory_bytes=_peak_memory(),
+        ledger=_ledger(run.setup, state.global_step),
+        answers=ledger_of_answers(output, state.global_step) if OBJECTIVES[config.objective.name].on_policy else {},
+        versions={"python": platform.python_version(), **_package_versions()},
+        config=config.model_dump(mode="json"),
+    )
+
+
+@functools.cache
+def _package_versions() -> dict[str, str]:
+    return {name: version(name) for name in REPORTED_VERSIONS}
+
+
+def _ledger(setup: RunSetup, steps: int) -> dict[str, object]:
+    """What became of every row that was read; segments in memory have no ledger."""
+    if not setup.data.ledger:
+        return {}
+    trained = [setup.data.rows.address(int(first)) for first in setup.schedule.trained_rows(steps)]
+    return ledger_of_run(setup.data.ledger, setup.config.output.dir, trained)
+
+
+def _mixture(setup: RunSetup, steps: int) -> tuple[SourceSummary, ...]:
+    """What all steps of the run took, from its plan."""
+    shares = shares_of(setup.schedule.source_counts(steps))
+    return tuple(
+        SourceSummary(
+            name=name,
+            rows=share.rows,
+            segments=share.segments,
+            tokens=share.tokens,
+            targets=share.targets,
+            share_of_tokens=share.share_of_tokens,
+        )
+        for name, share in zip(setup.data.sources, shares, strict=True)
+    )
+
+
+def _train_summary(setup: RunSetup) -> DataSummary:
+    """The first epoch: all of it, or what was planned of rows that arrive."""
+    if setup.data.rows.all_here:
+        return summary_of(setup.schedule.epoch(0), setup.data.rows)
+    found = setup.schedule.first_epoch()
+    return DataSummary(
+        segments=found["segments"],
+        tokens=found["tokens"],
+        target_tokens=found["targets"],
+        micro_batches=found["micro_batches"],
+        fill=found["tokens"] / max(found["packs"] * setup.config.data.max_length, 1),
+    )
+
+
+def _peak_memory() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    # kilobytes on Linux, bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

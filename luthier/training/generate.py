@@ -17,16 +17,16 @@ from luthier.collation import MediaInputs
 from luthier.config.schema import GenerateConfig, RunConfig
 from luthier.encoding.replies import parse_reply
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion, Finish, Ids, Refusal, Request
-from luthier.engines.judge import AnswerScorer, JudgedAnswer, Judgement, as_read
+from luthier.engines import Completion, Finish, Ids, Refusal, Request
+from luthier.engines.json_client import AnswerScorer, JudgedAnswer, Judgement, as_read
 from luthier.engines.local import LocalEngine, base_of
 from luthier.errors import TemplateError, UserError
-from luthier.metrics.table import Answered, Metric, measured
-from luthier.packing.settings import Segments, UnitKind
+from luthier.metrics import Answered, Metric, measured
+from luthier.packing import Segments, UnitKind
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, AudioHeader, ImageHeader, MediaHeader, MediaItem, Segment, VideoHeader
 from luthier.sources.formats.turns import message_row
-from luthier.training.report.result import GenerationRecord, GenerationRound
+from luthier.training.report import GenerationRecord, GenerationRound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

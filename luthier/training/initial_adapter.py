@@ -16,16 +16,17 @@ from peft.tuners.lora.eva import SVDHook
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from luthier.collation import CollateSettings, MediaInputs, batch_of_packs
+from luthier.collation import CollateSettings, MediaInputs
+from luthier.collation.collator import batch_of_packs
 from luthier.config.inputs import QuantizationConfig
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
-from luthier.models import adapter_files, passes, quantized, routers, submodules
+from luthier.models import adapter_files, evaluating, passes, quantized, routers
 from luthier.models.model import load_model
 from luthier.models.vocabulary import Vocabulary
-from luthier.packing.settings import Segments
+from luthier.packing import Segments
 from luthier.records import Batch, Pack
-from luthier.training.losses.step_losses import StepLosses
+from luthier.training.losses import StepLosses
 from luthier.writing import counted
 
 ROWS, ROWS_OF_BATCH = 64, 8
@@ -54,7 +55,7 @@ def begin_by_activations(
         )
 
     def run(batch: Batch) -> None:
-        with torch.no_grad(), passes.casting(forward.device, forward.autocast), submodules.evaluating(model):
+        with torch.no_grad(), passes.casting(forward.device, forward.autocast), evaluating(model):
             model(**forward.isolation.inputs(batch, device=forward.device))
 
     shared = _called_together(layers, batches, run)
@@ -152,7 +153,7 @@ def begin_by_weighted_parts(
         for batch in batches:
             arranged = forward.isolation.arranged(batch, pad_token_id=how.pad_token_id)
             shown_N = routers.times_shown(arranged).to(forward.device) > 0
-            with torch.no_grad(), passes.casting(forward.device, forward.autocast), submodules.evaluating(model):
+            with torch.no_grad(), passes.casting(forward.device, forward.autocast), evaluating(model):
                 model(**forward.isolation.inputs(arranged, device=forward.device))
     finally:
         for hook in hooks:

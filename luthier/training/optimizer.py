@@ -27,7 +27,7 @@ from luthier.config.schema import RunConfig, TrainConfig
 from luthier.errors import UNPLACED, ConfigError, ModelError, Problem
 from luthier.loader.plan import StreamPlan
 from luthier.loader.settings import warmup_steps
-from luthier.models import adapters, routers, sharding, submodules, vocabulary
+from luthier.models import adapters, find_parts, output_layer, plain_model, routers, sharding, vocabulary
 from luthier.models.model import run_device, run_precision, use_liger
 from luthier.training.callbacks import is_greater_better
 from luthier.training.updates import BlockAdamW, Group, MuonWithAdamW, OffloadedOptimizer, tell_projectors
@@ -207,10 +207,10 @@ def _groups(
 
 def hidden_matrices(model: nn.Module) -> set[int]:
     """``id`` of each matrix that takes hidden states to hidden states: of linear layers but the output layer."""
-    plain = submodules.plain_model(model)
+    plain = plain_model(model)
     ends: Iterable[nn.Module | None] = ()
     if isinstance(plain, PreTrainedModel):
-        ends = (plain.get_input_embeddings(), submodules.output_layer(plain))
+        ends = (plain.get_input_embeddings(), output_layer(plain))
     outer = {id(weight) for end in ends if end is not None for weight in end.parameters()}
     found = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | Conv1D)}
     return found - outer
@@ -231,7 +231,7 @@ def check_blocks(model: nn.Module, config: RunConfig) -> None:
     train = config.train
     if train.optim != "badam" or train.optim_args.get("ends") or config.adapter.type is not AdapterType.FREEZE:
         return
-    layers = adapters.decoder_layers(submodules.plain_model(model))
+    layers = adapters.decoder_layers(plain_model(model))
     inside = {id(weight) for layer in layers or () for weight in layer.parameters()}
     left = [name for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in inside]
     if left:
@@ -322,7 +322,7 @@ def rate_factors(model: nn.Module, config: RunConfig) -> dict[int, float]:
     train, ratio = config.train, config.adapter.loraplus_lr_ratio
     factors: dict[int, float] = {}
     if train.layer_decay < 1.0:
-        plain = submodules.plain_model(model)
+        plain = plain_model(model)
         layers = adapters.decoder_layers(plain)
         if layers is None:
             raise ModelError(f"train.layer_decay: {type(plain).__name__} has no list of decoder layers")
@@ -340,11 +340,11 @@ def rate_factors(model: nn.Module, config: RunConfig) -> dict[int, float]:
 
 
 def _trained_of(model: nn.Module, part: RatePart) -> list[int]:
-    plain = submodules.plain_model(model)
+    plain = plain_model(model)
     match part:
         case RatePart.EMBEDDING | RatePart.OUTPUT_LAYER:
             ends = list(vocabulary.ends_of(plain).values())
-            last = submodules.output_layer(plain)
+            last = output_layer(plain)
             if isinstance(last, ModulesToSaveWrapper) and len(ends) == 1:
                 ends.append(last)  # it is trained apart from the embedding, whose weight it had
             if part is RatePart.OUTPUT_LAYER and len(ends) == 1:
@@ -356,7 +356,7 @@ def _trained_of(model: nn.Module, part: RatePart) -> list[int]:
                 weight for name in routers.router_names(plain) for weight in plain.get_submodule(name).parameters()
             ]
         case RatePart.PROJECTOR | RatePart.TOWER:
-            parts = submodules.find_parts(plain)
+            parts = find_parts(plain)
             weights = [weight for name, weight in plain.named_parameters() if parts.of(name).value == part.value]
     if found := [id(weight) for weight in weights if weight.requires_grad]:
         return found

@@ -32,7 +32,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, UserError, first_line, place_of
 from luthier.loader.settings import answer_faults, data_faults, media_of
 from luthier.media import MediaSource
-from luthier.models import adapter_files, adapters, quantized, routers, sharding, submodules
+from luthier.models import adapter_files, adapters, quantized, routers, sharding, undrawn, ungenerated
 from luthier.models.model import build_weightless, check_choices, check_quantized, run_device
 from luthier.models.vocabulary import Vocabulary
 from luthier.training.folder.run_folder import check_run_folder
@@ -327,7 +327,7 @@ def _positions(draft: Draft, model: PreTrainedModel, notes: list[str]) -> Iterat
 def _generation(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
     """Whether this model can answer in training, and answers as long as it may."""
     evaluation, objective = draft.config.eval, draft.config.objective.name
-    if OBJECTIVES[objective].on_policy and (reason := submodules.undrawn(model.config)) is not None:
+    if OBJECTIVES[objective].on_policy and (reason := undrawn(model.config)) is not None:
         what = f"{objective} learns from answers that the run draws, and {reason}"
         yield draft.problem("objective.name", what, "set objective: sft")
     known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -336,7 +336,7 @@ def _generation(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
         yield from _too_long(draft, "rollout.max_new_tokens", draft.config.rollout.max_new_tokens, most)
     if not evaluation.generate_rows:
         return
-    if (reason := submodules.ungenerated(model.config)) is not None:
+    if (reason := ungenerated(model.config)) is not None:
         hint = "set eval.generate_rows: 0; held-out rows still have their loss"
         yield draft.problem("eval.generate_rows", reason, hint)
     key = "generate.max_new_tokens" if evaluation.max_new_tokens is None else "eval.max_new_tokens"

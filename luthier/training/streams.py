@@ -18,7 +18,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.collation import CollateSettings, MediaInputs, blank_grid, lay_out, to_batch
+from luthier.collation import CollateSettings, MediaInputs, blank_grid, lay_out
+from luthier.collation.collator import to_batch
 from luthier.config.choices import Packing, Strategy
 from luthier.config.schema import RunConfig
 from luthier.errors import CheckpointError
@@ -28,8 +29,8 @@ from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader, PlannedMicroBatch, part_of
 from luthier.loader.settings import plan_of_run, train_settings
 from luthier.loader.stream_state import LoaderState, StateScalar
+from luthier.packing import Planned, PlanSettings, Segments
 from luthier.packing.epoch import EpochPlan, plan_epoch
-from luthier.packing.settings import Planned, PlanSettings, Segments
 from luthier.records import Batch, Ints, Pack
 from luthier.training.data import RunData
 from luthier.writing import counted

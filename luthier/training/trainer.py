@@ -34,18 +34,18 @@ from transformers.trainer_utils import speed_metrics, validate_quantization_for_
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import RunConfig
 from luthier.errors import TrainingError, UserError
-from luthier.models import sharding
+from luthier.models import evaluating, sharding
+from luthier.models.passes import RouterBalance
 from luthier.models.sharding import restore_weights
-from luthier.models.submodules import evaluating
 from luthier.records import Address, Batch
+from luthier.training import losses as step_losses
 from luthier.training.callbacks import Meter
 from luthier.training.folder import checkpoint as checkpoints
 from luthier.training.folder import state as states
 from luthier.training.folder.checkpoint import taking_over
-from luthier.training.losses import step_losses
-from luthier.training.losses.router_balance import RouterBalance
-from luthier.training.numerics import check_finite
+from luthier.training.losses.verdicts import FeedbackLosses
 from luthier.training.optimizer import ON_METRIC, learning_rate, make_optimizer, make_scheduler, take_up_schedule
+from luthier.training.processes import check_finite
 from luthier.training.streams import EvalStream, TrainStream
 from luthier.training.updates import BackwardUpdates, activations_kept
 
@@ -100,7 +100,9 @@ class Trainer:
             mixed_precision=args.mixed_precision,
             kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=args.ddp_find_unused_parameters)],
         )
-        self.balance = RouterBalance(parts.losses)
+        # completions of other rows, by which feedback is compared, are measured and not learned
+        learned = parts.losses.own if isinstance(parts.losses, FeedbackLosses) else None
+        self.balance = RouterBalance(parts.losses.forward, learned)
         self.passes = parts.config.rollout.passes
         self._step_losses: list[tuple[torch.Tensor, tuple[Address, ...]]] = []
         self._interval = step_losses.LossSums(

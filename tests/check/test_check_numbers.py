@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from luthier.check.plan.costs import RunPlan, longest_rows, plan_run
+from luthier.check.plan import RunPlan, longest_rows, plan_run
 from luthier.check.plan.stats import Distribution, distribution, stats
 from luthier.check.plan.terminal import histogram, plan_table, stats_table
 from luthier.config.inputs import MixtureConfig
@@ -18,10 +18,10 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.settings import plan_of_run, train_settings
+from luthier.packing import UnitKind
 from luthier.packing.epoch import plan_epoch, realised_mixture, straggler_factor
-from luthier.packing.settings import UnitKind
+from luthier.preparation import Prepared
 from luthier.preparation.prepare import prepare
-from luthier.preparation.prepared import Prepared
 from luthier.preparation.segments import SegmentIndex
 
 SHARES = MixtureConfig.model_validate({"by": "rows"})

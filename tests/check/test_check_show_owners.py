@@ -26,7 +26,7 @@ from luthier.config.loading import load_config
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError, StoreError
 from luthier.loader.settings import Loaded, load_rows
-from luthier.preparation.prepared import PreparedSet
+from luthier.preparation import PreparedSet
 from luthier.records import (
     Address,
     ControlPiece,
@@ -40,9 +40,9 @@ from luthier.records import (
     Thinking,
     ToolCall,
 )
-from luthier.sources import RowBytes, Source, open_sources
-from luthier.sources.formats.layout import Layout
-from luthier.sources.source import RowReader
+from luthier.sources import RowBytes
+from luthier.sources.formats import Layout
+from luthier.sources.source import RowReader, Source, open_sources
 
 ADDRESS = Address(file="rows.jsonl", row=1)
 

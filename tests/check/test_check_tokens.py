@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from luthier.check.show.token_text import REPLACEMENT, spans, token_texts, visible
+from luthier.check.show import REPLACEMENT, spans, token_texts, visible
 
 
 class ByteVocabulary:

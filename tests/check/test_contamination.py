@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import luthier
+from luthier.__main__ import run as run_command
 from luthier.check.plan import stats as stats_module
-from luthier.cli.main import run as run_command
 
 LONG = "a recipe for bread: take one pound of flour, half a pint of water and some salt, knead it well and let it rest"
 

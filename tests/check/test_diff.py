@@ -14,7 +14,7 @@ import pytest
 from markupsafe import Markup
 from rich.console import Console
 
-from luthier.check.diff.row_changes import Change, Comparison, ExcerptToken, Lesson, repeats
+from luthier.check.diff import Change, Comparison, ExcerptToken, Lesson, repeats
 from luthier.check.diff.runs import (
     EncodedSide,
     Pairing,
@@ -33,8 +33,8 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowDropped, RowError
 from luthier.records import Address, Branch, Sample, Segment
-from luthier.sources import RowBytes, Source, open_sources
-from luthier.sources.source import RowReader
+from luthier.sources import RowBytes
+from luthier.sources.source import RowReader, Source, open_sources
 
 
 class Characters:

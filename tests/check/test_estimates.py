@@ -61,8 +61,8 @@ from luthier.models.adapters import apply_adapter, count_parameters
 from luthier.models.model import build_weightless
 from luthier.models.quantized import bytes_when_quantized, held_tensors, kept_modules, loading_config, num_bytes
 from luthier.models.vocabulary import Vocabulary
+from luthier.packing import PlanSettings, SegmentTable
 from luthier.packing.epoch import plan_epoch
-from luthier.packing.settings import PlanSettings, SegmentTable
 from luthier.training.optimizer import make_optimizer
 
 VOCABULARY = 1500

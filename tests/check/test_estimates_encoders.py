@@ -28,10 +28,10 @@ from transformers import (
 from luthier.check.plan.estimate import memory_of
 from luthier.check.plan.work import EpochWork, shape_of
 from luthier.config.choices import Packing
+from luthier.models import plain_model
 from luthier.models.adapters import apply_adapter
-from luthier.models.submodules import plain_model
+from luthier.packing import PATCH_COST, PlanSettings, SegmentTable
 from luthier.packing.epoch import plan_epoch
-from luthier.packing.settings import PATCH_COST, PlanSettings, SegmentTable
 from tests.check.test_estimates import QWEN, Kept, one_row, run_config
 from tests.check.test_estimates import built as built_text
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from luthier import encode, load_tokenizer
-from luthier.check.plan.costs import history_cost
+from luthier.check.plan import history_cost
 from luthier.check.show.token_origins import SegmentOrigin
 from luthier.check.show.view import show_batch, show_pack
 from luthier.collation import CollateSettings

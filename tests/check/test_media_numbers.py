@@ -12,19 +12,19 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from luthier.check.plan.costs import MediaItems, packing_refusal, plan_run, with_media
+from luthier.__main__ import app
+from luthier.check.plan import MediaItems, packing_refusal, plan_run, with_media
 from luthier.check.plan.stats import stats
 from luthier.check.plan.terminal import plan_table, stats_table
 from luthier.check.verify.run import VerifyOptions, verify
-from luthier.cli.main import app
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.media.families.family import PackingSupport
+from luthier.media.families import PackingSupport
 from luthier.media.families.table import FAMILIES
+from luthier.preparation import Prepared
 from luthier.preparation.prepare import prepare
-from luthier.preparation.prepared import Prepared
 from luthier.preparation.segments import SegmentIndex
-from luthier.rendering.messages import kind_of_media
+from luthier.rendering import kind_of_media
 
 
 def seen(*media: str, question: str, answer: str) -> dict[str, object]:

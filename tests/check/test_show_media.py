@@ -16,6 +16,7 @@ from PIL import Image as Pillow
 from rich.console import Console
 from verify_cases import AT, chat, message
 
+from luthier.check.show import item_words, placed_media
 from luthier.check.show.html import (
     LONGEST_SIDE,
     WAVE_HEIGHT,
@@ -34,12 +35,14 @@ from luthier.check.show.token_origins import (
     speakers_of,
     token_owners,
 )
-from luthier.check.show.token_text import item_words, placed_media
 from luthier.check.show.view import RowView, show_batch, show_pack, show_sample
 from luthier.check.terminal import RowText, TokenTable
-from luthier.collation import MediaInputs, collate_packs
+from luthier.collation import MediaInputs
+from luthier.collation.collator import collate_packs
 from luthier.encoding.encoder import Encoder
-from luthier.media import MediaAccess, MediaKind, sampled_frames
+from luthier.media.families import MediaKind
+from luthier.media.files import MediaAccess
+from luthier.media.geometry.videos import sampled_frames
 from luthier.records import Audio, AudioHeader, Document, Image, MediaItem, Pack, Row, Text, Video, VideoHeader
 
 SLOTS = ("<|image_pad|>", "<|video_pad|>")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from luthier.check.show.token_origins import speakers_of
-from luthier.check.verify.findings import Check, Method
+from luthier.check.verify import Check, Method
 from luthier.check.verify.row import RowVerifier
 from luthier.config.choices import RowKind
 from luthier.config.inputs import ModelConfig, TemplateConfig

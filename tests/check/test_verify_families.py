@@ -13,7 +13,7 @@ import pytest
 from media_encoders import encoder_of
 from verify_cases import chat, message
 
-from luthier.check.verify.findings import Check
+from luthier.check.verify import Check
 from luthier.check.verify.row import RowVerifier
 from luthier.records import Audio, Image, Media, Video
 from tests.media.tiny_av_processors import AUDIO, VIDEO

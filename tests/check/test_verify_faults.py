@@ -10,13 +10,14 @@ import pytest
 from verify_cases import AT, PLAIN, PRESET, ROWS, chat, encoder, folder_with_bos, message, spliced, verify_row
 from verify_faults import FAULTS, Fault
 
-from luthier.check.verify.findings import Check
+from luthier.check.verify import Check
 from luthier.check.verify.row import RowVerifier
 from luthier.config.inputs import DataConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.records import Conversation, Row
-from luthier.sources import open_sources, resolve_sources
+from luthier.sources.origins import resolve_sources
+from luthier.sources.source import open_sources
 
 REAL_TOKENIZERS = ("qwen3", "llama3_1", "gemma3")
 REAL_DATA = ("alpaca_en_demo#40", "alpaca_zh_demo#40", "identity#20", "glaive_toolcall_en_demo#40", "c4_demo#20")

@@ -12,10 +12,10 @@ import pytest
 from llama_cpp import llama_cpp_server, write_gguf
 from verify_cases import PLAIN, THINKING, TOOLS, chat, message
 
-from luthier.check.verify.findings import Check, Violation
+from luthier.check.verify import Check, Violation
 from luthier.check.verify.plain_template import plain_message
+from luthier.check.verify.reference_tokenizer import Dialect, TokenServer, wire_messages
 from luthier.check.verify.row import RowVerifier
-from luthier.check.verify.server import Dialect, TokenServer, wire_messages
 from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.records import Conversation

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from verify_cases import chat, encoder, message
 
-from luthier.check.verify import plain_template
-from luthier.check.verify.findings import Check, RowVerdict
+from luthier.check.verify import Check, RowVerdict, plain_template
 from luthier.check.verify.policy import MOST_TURNS, drawn_turns
 from luthier.check.verify.row import RowVerifier
 from luthier.records import Conversation, Sample, Thinking

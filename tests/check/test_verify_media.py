@@ -12,14 +12,15 @@ import pytest
 from media_encoders import encoder_of
 from verify_cases import AT, chat, message
 
-from luthier.check.verify.findings import Check, RowVerdict
+from luthier.check.verify import Check, RowVerdict
 from luthier.check.verify.reference_tokenizer import same_sample, tree_faults
 from luthier.check.verify.row import RowVerifier, _is_drawn
 from luthier.config.choices import RowKind
 from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
-from luthier.media import MediaProcessor, MediaSource
-from luthier.media.families.family import Settings
+from luthier.media import MediaSource
+from luthier.media.families import Settings
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import (
     Branch,
     Conversation,

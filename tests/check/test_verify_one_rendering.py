@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from verify_chats import LOOK
 
-from luthier.check.verify.findings import Check
+from luthier.check.verify import Check
 from luthier.check.verify.row import RowVerifier
 from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from luthier.check.selection import choose_rows, open_split
 from luthier.check.terminal import failed_row, report_table
-from luthier.check.verify.findings import MEANING, METHOD_MEANING, Check, Method
+from luthier.check.verify import MEANING, METHOD_MEANING, Check, Method
 from luthier.check.verify.run import Side, VerifyOptions, VerifyProgress, verify
-from luthier.check.verify.samples import choose_rows, open_split
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import UserError
 from luthier.preparation.prepare import prepare
 from luthier.records import Row, Sample
-from luthier.store.store import SampleStore
+from luthier.store import SampleStore
 from luthier.training.data import open_run_data
 
 NUM_ROWS = 20

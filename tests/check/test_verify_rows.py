@@ -26,8 +26,8 @@ from verify_cases import (
     verify_row,
 )
 
+from luthier.check.verify import Check, Method, RowVerdict
 from luthier.check.verify.completions import CompletionReading, Said, neutralise
-from luthier.check.verify.findings import Check, Method, RowVerdict
 from luthier.check.verify.plain_template import ReferenceFiles
 from luthier.check.verify.reference_tokenizer import ReferenceTokenizer, first_difference
 from luthier.check.verify.row import RowVerifier

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from verify_cases import FORGERY, PLAIN, THINKING, TOOLS, chat, encoder, message
 
+from luthier.__main__ import run as run_command
 from luthier.check.golden import PARITY_FILE, GoldenPrompt, Parity, write_parity
-from luthier.check.verify.findings import Check
+from luthier.check.verify import Check
 from luthier.check.verify.plain_template import plain_message
+from luthier.check.verify.reference_tokenizer import Dialect, TokenServer, wire_messages
 from luthier.check.verify.row import RowVerifier
 from luthier.check.verify.run import VerifyOptions
-from luthier.check.verify.server import Dialect, TokenServer, wire_messages
-from luthier.cli.main import run as run_command
 from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines.json_client import token_from

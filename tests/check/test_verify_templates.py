@@ -25,9 +25,9 @@ from verify_broken_templates import (
 from verify_cases import THINKING, TOOLS, chat, encoder, message
 from verify_chats import CHATS
 
-from luthier.check.verify.findings import Check
+from luthier.check.verify import Check
 from luthier.check.verify.row import RowVerifier
-from luthier.encoding.interface import _records
+from luthier.encoding import _records
 from luthier.errors import RowError
 from luthier.presets import tokenizer_folder
 from luthier.records import Conversation

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 from verify_cases import PLAIN, PRESET, THINKING, TOOLS, chat, message, one_run
 
-from luthier.check.verify.findings import Check
+from luthier.check.verify import Check
 from luthier.check.verify.plain_template import plain_message
 from luthier.config.inputs import MediaConfig, ModelConfig, TemplateConfig
 from luthier.presets import tokenizer_folder

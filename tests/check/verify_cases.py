@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from luthier.check.verify.findings import Violation
+from luthier.check.verify import Violation
 from luthier.check.verify.row import RowVerifier
 from luthier.config.inputs import ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder

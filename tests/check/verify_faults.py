@@ -26,7 +26,7 @@ from verify_cases import (
     spliced,
 )  # fmt: skip
 
-from luthier.check.verify.findings import Check
+from luthier.check.verify import Check
 from luthier.check.verify.plain_template import ReferenceFiles
 from luthier.check.verify.reference_tokenizer import ReferenceTokenizer
 from luthier.encoding.encoder import Encoder

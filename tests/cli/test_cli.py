@@ -16,10 +16,10 @@ import torch
 from typer.testing import CliRunner
 
 import luthier
+from luthier import __main__ as edge
 from luthier import library
-from luthier.cli import main as edge
+from luthier.__main__ import app, run
 from luthier.cli.configuring import Senses
-from luthier.cli.main import app, run
 from luthier.errors import ModelError, RowError
 from tests.conftest import HANG_SECONDS
 from tests.programs import start_program
@@ -88,7 +88,7 @@ def test_the_list_of_commands_is_complete() -> None:
 
 def test_light_commands_import_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; from luthier.cli.main import run\n"
+        "import sys; from luthier.__main__ import run\n"
         "for arguments in (['--help'], ['version'], ['config', 'schema']):\n"
         "    assert run(arguments) == 0, arguments\n"
         "heavy = {'torch', 'transformers', 'numba', 'matplotlib', 'pyarrow', 'datasets'} & set(sys.modules)\n"
@@ -434,7 +434,7 @@ def test_quickstart_reports_exact_answers_before_and_after(
 
 def test_sigterm_exits_with_143(config: Path, tmp_path: Path) -> None:
     said = tmp_path / "said"
-    process = start_program("luthier.cli.main", ["train", str(config), "train.max_steps=100000"], said=said)
+    process = start_program("luthier.__main__", ["train", str(config), "train.max_steps=100000"], said=said)
     deadline = time.monotonic() + HANG_SECONDS
     while not (said.exists() and re.search(r"step .*/100000", said.read_text(encoding="utf-8"))):
         assert process.is_alive() and time.monotonic() < deadline

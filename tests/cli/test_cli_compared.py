@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from luthier.cli.main import app
+from luthier.__main__ import app
 from luthier.errors import BudgetError, UserError
 
 runner = CliRunner(env={"COLUMNS": "160", "NO_COLOR": "1"})

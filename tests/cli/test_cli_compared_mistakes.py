@@ -8,7 +8,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from luthier.cli.main import app
+from luthier.__main__ import app
 from luthier.errors import UserError
 
 runner = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"})

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from luthier.cli.main import app, run
+from luthier.__main__ import app, run
 from tests.media.media_files import image_file, picture
 
 COMMANDS = ("prepare", "train", "plan", "stats", "show", "verify")

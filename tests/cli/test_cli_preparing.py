@@ -2,7 +2,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from luthier.cli.output import RateMeter, describe, preparing
+from luthier.cli import RateMeter, describe, preparing
 from luthier.preparation.prepare import Progress
 
 

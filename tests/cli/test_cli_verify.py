@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from luthier.cli.main import run
-from luthier.cli.output import EXIT_UNTRUE
+from luthier.__main__ import run
+from luthier.cli import EXIT_UNTRUE
 
 # ends its turns with a token on which this tokenizer's inference does not stop
 NEVER_STOPS = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from luthier.cli.main import run
+from luthier.__main__ import run
 
 
 @pytest.fixture

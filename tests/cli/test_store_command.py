@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import typer
 
-from luthier.cli.main import run
+from luthier.__main__ import run
 from luthier.cli.store import seconds, size
 from luthier.records import Branch, Sample
+from luthier.store import SampleStore, StoreWriter
 from luthier.store.format import freeze_sample, row_key, store_folder
-from luthier.store.store import SampleStore, StoreWriter
 
 FINGERPRINT = "9a" * 32
 
@@ -121,7 +121,7 @@ def test_export_writes_parquet_and_refuses_what_is_no_store(
 
 def test_the_command_imports_nothing_heavy(root: Path) -> None:
     code = (
-        "import sys; from luthier.cli.main import run\n"
+        "import sys; from luthier.__main__ import run\n"
         f"assert run(['store', 'ls', {str(root)!r}]) == 0\n"
         f"assert run(['store', 'verify', {str(root)!r}]) == 0\n"
         f"assert run(['store', 'gc', {str(root)!r}]) == 0\n"

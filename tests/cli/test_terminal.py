@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import luthier
-from luthier.cli.main import run
-from luthier.cli.output import reporting
+from luthier.__main__ import run
+from luthier.cli import reporting
 from luthier.writing import printable, to_json
 from tests.conftest import HANG_SECONDS
 
@@ -80,7 +80,7 @@ def test_no_command_lets_a_text_of_the_user_steer_the_terminal(
 def test_the_walk_would_see_what_steers(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("luthier.terminal.printable", lambda text: text)
+    monkeypatch.setattr("luthier.writing.printable", lambda text: text)
     seen = [bool(STEERING.search(printed(arguments, capsys))) for arguments in walks(config)]
     assert sum(seen) > len(seen) // 2
 
@@ -135,7 +135,7 @@ def test_json_on_stdout_is_one_document_also_for_missing_packages_bugs_and_inter
 def luthier_process(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A shell runs it, for the shell knows how to fill a device and to close a pipe."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    line = f"set -o pipefail; {command.replace('luthier', f'{sys.executable} -m luthier.cli.main', 1)}"
+    line = f"set -o pipefail; {command.replace('luthier', f'{sys.executable} -m luthier.__main__', 1)}"
     return subprocess.run(
         ["bash", "-c", line], capture_output=True, text=True, env=env, timeout=HANG_SECONDS, check=False
     )

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luthier.collation import collate_packs
+from luthier.collation.collator import collate_packs
 from luthier.records import Address, Pack, Segment
 
 PAD = 99

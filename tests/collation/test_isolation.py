@@ -14,7 +14,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from luthier.collation import collate_packs
+from luthier.collation.collator import collate_packs
 from luthier.objectives.token_losses import token_loss_sum
 from luthier.packing.packer import plan_packs
 from luthier.records import Pack, Segment

@@ -11,12 +11,12 @@ import torch
 import transformers as hf
 
 import luthier
-from luthier.collation import CollateSettings, MediaInputs, collate_trees, lay_out, paths_of_row
-from luthier.collation.collator import media_inputs
-from luthier.layout.trees import held_of_leaves, tree_of_runs
+from luthier.collation import CollateSettings, MediaInputs, lay_out
+from luthier.collation.collator import collate_trees, media_inputs, paths_of_row
+from luthier.layout import held_of_leaves, tree_of_runs
 from luthier.media.files import decoding
+from luthier.models import model_needs, set_text_attention
 from luthier.models.isolation import choose_isolation
-from luthier.models.submodules import model_needs, set_text_attention
 from luthier.records import Pack, Sample, Segment, Unit
 from tests.media.media_files import image_file, picture
 from tests.media.tiny_folder import TEMPLATE, write_folder
@@ -123,7 +123,7 @@ def test_an_item_is_decoded_once_for_all_that_show_it(
     decoded: list[Any] = []
     real = decoding.decode
     monkeypatch.setattr(
-        "luthier.media.processors.media_source.decode",
+        "luthier.media.decode",
         lambda media, *rest, **more: decoded.append(media) or real(media, *rest, **more),
     )
     batch = luthier.collate([samples[0], samples[0], samples[0]], media=inputs)

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luthier.collation import CollateSettings, collate_packs, collate_trees, lay_out_trees, only_segments, unpacked
+from luthier.collation import CollateSettings, lay_out_trees
+from luthier.collation.collator import collate_packs, collate_trees, only_segments, unpacked
 from luthier.records import Branch, Pack, Sample, Unit
 
 PAD = 99

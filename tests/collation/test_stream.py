@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from luthier.collation import collate_packs
+from luthier.collation.collator import collate_packs
 from luthier.config.choices import Overflow, Packing
 from luthier.ledger import Ledger
+from luthier.packing import PlanSettings
 from luthier.packing.epoch import describe, plan_epoch
-from luthier.packing.settings import PlanSettings
-from luthier.preparation.prepared import PreparedSet, SourceInfo
+from luthier.preparation import PreparedSet, SourceInfo
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Branch, Pack, Sample
+from luthier.store import SampleStore, StoreWriter, row_key
 from luthier.store.format import freeze_sample
-from luthier.store.store import SampleStore, StoreWriter, row_key
 
 FINGERPRINT = "ab" * 32
 

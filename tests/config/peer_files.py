@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from luthier.cli.dumping import dump_translation
-from luthier.config.loading import load_config_text, load_draft
-from luthier.config.tree import parse_path
+from luthier.config import parse_path
+from luthier.config.loading import dump_translation, load_config_text, load_draft
 from luthier.errors import ConfigError
 
 

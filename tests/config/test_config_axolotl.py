@@ -12,11 +12,11 @@ from jinja2 import Environment
 from peer_files import keys_refused, refused, value_of
 
 import luthier
+from luthier.config import parse_path
 from luthier.config.explain import what_is_meant
 from luthier.config.loading import load_config_text, load_draft
 from luthier.config.peers.axolotl import AXOLOTL
-from luthier.config.peers.axolotl_texts import chat_of
-from luthier.config.tree import parse_path
+from luthier.config.peers.translation import chat_of
 from luthier.config.words import schema_at
 from luthier.errors import ConfigError
 from luthier.presets.named_templates import named_template

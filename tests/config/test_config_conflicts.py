@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from luthier.cli.dumping import dump_config
 from luthier.config.adapters import DECIDED_BEFORE, KEYS_OF_TYPE, keys_in_force
 from luthier.config.choices import AdapterType
 from luthier.config.draft import read_draft
-from luthier.config.loading import expand, load_config_text, parse_text
+from luthier.config.loading import dump_config, expand, load_config_text, parse_text
 from luthier.config.schema import AdapterConfig
 from luthier.errors import (
     UNPLACED,

@@ -10,7 +10,7 @@ import pytest
 from peer_files import keys_refused, value_of
 
 from luthier.config.loading import load_config_text
-from luthier.config.peers.drawn import DEFAULTS, RLOO_DEFAULTS
+from luthier.config.peers import DEFAULTS, RLOO_DEFAULTS
 from luthier.config.peers.trl import TRL
 
 RUN = "model_name_or_path: preset:tiny-qwen3\ndataset_name: owner/rows\n"

@@ -7,8 +7,7 @@ import json
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from luthier.cli.dumping import dump_config
-from luthier.config.loading import load_config_text
+from luthier.config.loading import dump_config, load_config_text
 from luthier.config.schema import RunConfig
 from luthier.errors import ConfigError
 from tests.conftest import examples

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from luthier.config import parse_path
 from luthier.config.explain import TABLE, Meant, value_meant, what_is_meant
 from luthier.config.loading import load_config_text
-from luthier.config.tree import parse_path
 from luthier.config.words import all_keys, known_keys, schema_at
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import ConfigError, TemplateError

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from peer_files import keys_refused, refused, value_of
 
+from luthier.config import parse_path
 from luthier.config.draft import unread_settings
 from luthier.config.explain import what_is_meant
 from luthier.config.loading import load_config, load_config_text, load_draft
 from luthier.config.peers.llamafactory import LLAMA_FACTORY
-from luthier.config.tree import parse_path
 from luthier.config.words import schema_at
 from luthier.errors import ConfigError, ModelError
 from luthier.loader.settings import data_faults

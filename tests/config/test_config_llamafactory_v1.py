@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from peer_files import refused, value_of
 
+from luthier.config import MappingNode, parse_path
 from luthier.config.loading import load_config_text
 from luthier.config.peers.llamafactory_v1 import LLAMA_FACTORY_V1
-from luthier.config.tree import MappingNode, parse_path
 from luthier.config.words import schema_at
 from luthier.config.yaml_text import parse_yaml
 from luthier.errors import ConfigError

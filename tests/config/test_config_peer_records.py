@@ -21,8 +21,9 @@ from luthier.config.loading import load_config_text, load_draft
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.records import Sample
-from luthier.sources import RawRow, open_sources
+from luthier.sources import RawRow
 from luthier.sources.origins import resolve_sources
+from luthier.sources.source import open_sources
 
 RECORDS: dict[str, Any] = json.loads(Path(__file__).with_name("peer_records.json").read_text(encoding="utf-8"))
 AXOLOTL = "base_model: preset:tiny-qwen3\nlearning_rate: 1.0e-4\ndatasets:\n- path: rows.jsonl\n"

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from luthier.cli.dumping import dump_config
 from luthier.config.inputs import DataConfig, ModelConfig
-from luthier.config.loading import load_config_text
+from luthier.config.loading import dump_config, load_config_text
 from luthier.config.schema import RUN_CONFIG, RunConfig
 from luthier.config.words import config_schema
 from luthier.errors import ConfigError

@@ -10,17 +10,16 @@ import pytest
 from peer_files import keys_refused, value_of
 
 import luthier
-from luthier.cli.dumping import dump_translation
-from luthier.config.loading import load_config_text, load_draft
+from luthier.config import MappingNode, parse_path
+from luthier.config.loading import dump_translation, load_config_text, load_draft
 from luthier.config.peers.swift import SWIFT
-from luthier.config.tree import MappingNode, parse_path
 from luthier.config.words import schema_at
 from luthier.config.yaml_text import parse_yaml
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import ConfigError
 from luthier.records import Conversation, Preference
+from luthier.sources import RawRow
 from luthier.sources.origins import resolve_sources
-from luthier.sources.rows import RawRow
 from luthier.sources.source import open_sources
 
 RUN = "model: preset:tiny-qwen3\ndataset: preset:skills\ntuner_type: lora\n"

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 from peer_files import value_of
 
-from luthier.cli.dumping import dump_translation
-from luthier.config.loading import load_config_text, load_draft
+from luthier.config import parse_path
+from luthier.config.loading import dump_translation, load_config_text, load_draft
 from luthier.config.peers.trl import TRL
-from luthier.config.tree import parse_path
 from luthier.config.words import schema_at
 from luthier.errors import ConfigError
 from luthier.presets import tokenizer_folder
@@ -142,7 +141,7 @@ def test_keys_of_another_command_are_refused_by_name(text: str, said: tuple[str,
     "model: a\ndataset_name: b\n",
 ])  # fmt: skip
 def test_files_of_other_tools_are_not_taken_for_it(text: str) -> None:
-    from luthier.config.tree import MappingNode
+    from luthier.config import MappingNode
     from luthier.config.yaml_text import parse_yaml
 
     tree = parse_yaml(text, "other.yaml").tree

@@ -285,7 +285,7 @@ def call_without_json() -> dict[str, Any]:
 
 def test_the_same_holds_for_rows_in_python(tmp_path: Path) -> None:
     encoder = Encoder.from_config(run_config(tmp_path))
-    from luthier.encoding.interface import encode
+    from luthier.encoding import encode
 
     sample = encode({"messages": [USER, USER, BLANK, USER, ASSISTANT]}, encoder.tokenizer)
     assert dict(sample.notes) == {"two user messages in a row": 1, BLANK_ANSWER: 1}

@@ -9,7 +9,7 @@ import luthier
 from luthier.config.loading import load_config_text
 from luthier.errors import RowError
 from luthier.records import Address
-from luthier.sources.rows import RowBytes
+from luthier.sources import RowBytes
 from luthier.sources.source import id_digests
 
 

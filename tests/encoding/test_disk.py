@@ -10,12 +10,12 @@ from contextlib import closing
 import pytest
 
 from luthier.errors import StoreError
-from luthier.locks import SharedLock, only_user
 from luthier.preparation.sharing import SharedWork
+from luthier.store import SampleStore, StoreWriter
 from luthier.store import disk as disk_module
 from luthier.store.disk import Disk
 from luthier.store.format import EncodedSample
-from luthier.store.store import SampleStore, StoreWriter
+from luthier.writing import SharedLock, only_user
 from tests.conftest import HANG_SECONDS
 
 ONE = EncodedSample(

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import luthier
-from luthier.encoding.fewest_tokens import UNKNOWN, FewestTokens, fewest_tokens
 from luthier.encoding.tokenizer import Tokenizer
+from luthier.encoding.tokenizer_files import UNKNOWN, FewestTokens, fewest_tokens
 
 TINY = luthier.load_tokenizer("preset:tiny-qwen3")
 ENGLISH = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep. "

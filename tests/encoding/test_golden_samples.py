@@ -31,7 +31,7 @@ from luthier.errors import RowError
 from luthier.presets import dataset_names
 from luthier.presets.named_templates import template_facts, template_names
 from luthier.records import SAMPLES_VERSION, Row, Sample
-from luthier.sources import open_sources
+from luthier.sources.source import open_sources
 
 GOLDEN = Path(__file__).with_name("golden_samples.json")
 

@@ -14,7 +14,7 @@ import pytest
 
 import luthier
 from luthier.check.show.token_origins import row_origins
-from luthier.check.verify.findings import Check
+from luthier.check.verify import Check
 from luthier.check.verify.run import verify
 from luthier.config.choices import Overflow
 from luthier.config.loading import load_config
@@ -29,11 +29,11 @@ from luthier.encoding.shortening import (
     turn_starts,
 )
 from luthier.errors import ConfigError, RowDropped
-from luthier.packing.settings import UnitKind
+from luthier.packing import UnitKind
 from luthier.preparation.prepare import prepare
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Conversation, Document, Message, Row, Sample, Text
-from luthier.sources import open_sources
+from luthier.sources.source import open_sources
 from tests.conftest import reason_is, refused
 from tests.media.media_files import image_file, picture
 

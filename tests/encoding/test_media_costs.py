@@ -10,15 +10,15 @@ import numpy as np
 from luthier.config.choices import Overflow, Packing
 from luthier.ledger import Ledger
 from luthier.loader.numbered_rows import places_of
-from luthier.media import MediaKind
+from luthier.media.families import MediaKind
 from luthier.media.families.table import FAMILIES
+from luthier.packing import PATCH_COST, PlanSettings, SegmentTable, UnitKind
 from luthier.packing.epoch import plan_epoch, straggler_factor
-from luthier.packing.settings import PATCH_COST, PlanSettings, SegmentTable, UnitKind
-from luthier.preparation.prepared import PreparedSet, SourceInfo
+from luthier.preparation import PreparedSet, SourceInfo
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Branch, Image, ImageHeader, MediaItem, Sample
+from luthier.store import SampleStore, StoreWriter, row_key
 from luthier.store.format import freeze_sample, measure_encoders
-from luthier.store.store import SampleStore, StoreWriter, row_key
 
 FINGERPRINT = "ab" * 32
 

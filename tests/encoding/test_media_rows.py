@@ -20,8 +20,8 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import ModelError, RowError, TemplateError, UserError
 from luthier.layout.cutting import plan_windows
 from luthier.records import Image, ImageHeader, MediaItem
+from luthier.store import SampleStore, StoreWriter
 from luthier.store.format import build_shard, freeze_sample
-from luthier.store.store import SampleStore, StoreWriter
 from tests.conftest import reason_is, refused
 from tests.media.media_files import image_file, picture
 from tests.media.tiny_folder import TEMPLATE, TEXT_TEMPLATE, write_folder

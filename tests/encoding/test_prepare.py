@@ -10,9 +10,8 @@ from luthier.config.inputs import DataConfig, ModelConfig
 from luthier.config.schema import OutputConfig, RunConfig, RuntimeConfig
 from luthier.errors import BudgetError, RowError, SourceError, StoreError, UserError
 from luthier.packing.order import hold_out_part
-from luthier.preparation import resolver, workers
+from luthier.preparation import num_held_out, resolver, workers
 from luthier.preparation.prepare import prepare
-from luthier.preparation.prepared import num_held_out
 from luthier.records import Branch, Conversation, Sample
 from tests.conftest import refused
 
@@ -385,7 +384,7 @@ def test_progress_accounts_for_every_row(tmp_path, make_config, monkeypatch):
 
 def test_a_crash_while_reading_keeps_what_was_encoded(tmp_path, make_config, monkeypatch):
     monkeypatch.setattr(resolver, "PORTION_ROWS", 1)
-    monkeypatch.setattr("luthier.store.store.SHARD_BYTES", 1)
+    monkeypatch.setattr("luthier.store.SHARD_BYTES", 1)
     rows = write(tmp_path / "rows.jsonl", [line("a"), line("!b"), line("?c")])
     with pytest.raises(MemoryError):
         prepare(make_config(rows), LetterEncoder())

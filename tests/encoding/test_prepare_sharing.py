@@ -18,9 +18,10 @@ from luthier.preparation import work_units as units_room
 from luthier.preparation.prepare import prepare
 from luthier.preparation.work_units import WorkUnits
 from luthier.records import Branch, Sample
-from luthier.sources import RowBytes, open_sources, text_files
+from luthier.sources import RowBytes, text_files
 from luthier.sources.files import find_files
 from luthier.sources.origins import LocalFiles
+from luthier.sources.source import open_sources
 from luthier.store.disk import Disk
 from tests.conftest import HANG_SECONDS
 

@@ -23,9 +23,9 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.replies import reply_form
 from luthier.presets import tokenizer_folder
 from luthier.records import Conversation, Message, Text, Thinking, ToolCall
-from luthier.rendering.replies.form import joined, joined_pieces
+from luthier.rendering.replies import joined, joined_pieces
 from luthier.rendering.replies.learning import declared, is_same
-from luthier.sources import open_sources
+from luthier.sources.source import open_sources
 from tests.conftest import examples, refused
 from tests.oracles.catalogue import catalogue
 from tests.oracles.vocabulary import encoder_of

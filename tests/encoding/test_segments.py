@@ -7,13 +7,13 @@ from luthier.config.choices import Overflow, Packing
 from luthier.errors import RowDropped, UserError
 from luthier.layout.cutting import cut_segment
 from luthier.ledger import Ledger
+from luthier.packing import PlanSettings
 from luthier.packing.epoch import plan_epoch
-from luthier.packing.settings import PlanSettings
-from luthier.preparation.prepared import PreparedSet, SourceInfo
+from luthier.preparation import PreparedSet, SourceInfo
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Branch, Sample
+from luthier.store import SampleStore, StoreWriter, row_key
 from luthier.store.format import freeze_sample
-from luthier.store.store import SampleStore, StoreWriter, row_key
 from tests.conftest import examples, refused
 
 FINGERPRINT = "ab" * 32

@@ -10,11 +10,11 @@ import pytest
 
 from luthier import __version__
 from luthier.errors import StoreError, UserError
-from luthier.locks import SharedLock
 from luthier.records import Branch, Sample
+from luthier.store import SampleStore, StoreWriter, row_key
 from luthier.store.care import clean_stores, export_store, list_stores
 from luthier.store.format import FORMAT, MANIFEST, WORK, freeze_sample, store_folder
-from luthier.store.store import SampleStore, StoreWriter, row_key
+from luthier.writing import SharedLock
 
 DAY = 86_400
 

@@ -7,12 +7,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from luthier import store as lookup
 from luthier.errors import StoreError
 from luthier.records import Branch, Sample
-from luthier.store import shard_reader
-from luthier.store import store as lookup
+from luthier.store import KeyIndex, SampleStore, StoreWriter, shard_reader
 from luthier.store.format import EncodedSample, freeze_sample
-from luthier.store.store import KeyIndex, SampleStore, StoreWriter
 
 FINGERPRINT = "cd" * 32
 

@@ -6,9 +6,9 @@ import os
 import time
 from pathlib import Path
 
+from luthier.store import StoreWriter
 from luthier.store.care import clean_stores
 from luthier.store.format import FEEDS, SPOOL, UNITS
-from luthier.store.store import StoreWriter
 
 DAY = 86_400.0
 

@@ -17,14 +17,14 @@ import torch
 
 import luthier
 from luthier.check.show.token_origins import row_origins
-from luthier.check.verify.findings import Check, Method
+from luthier.check.verify import Check, Method
 from luthier.check.verify.run import verify
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import GIVEN_AS_IDS, Encoder
 from luthier.errors import RowDropped, RowError, SourceError
 from luthier.preparation.prepare import prepare
 from luthier.records import Tokenized
-from luthier.sources import open_sources
+from luthier.sources.source import open_sources
 from tests.conftest import reason_is
 
 PROMPT, ANSWER, STOP = [10, 11, 12], [13, 14], 2034

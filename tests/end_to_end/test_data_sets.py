@@ -17,7 +17,7 @@ from luthier.preparation.prepare import prepare
 from luthier.presets import dataset_rows
 from luthier.training.data import open_live_data
 from luthier.training.fit import fit, fit_data
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 
 SIZES = {"first": 120, "second": 60, "held_a": 9, "held_b": 12, "held_c": 15}
 

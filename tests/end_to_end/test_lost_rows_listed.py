@@ -15,10 +15,10 @@ import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import luthier
-from luthier.cli.main import app
+from luthier.__main__ import app
 from luthier.config.choices import Overflow
 from luthier.errors import BudgetError, RowDropped
-from luthier.preparation.prepared import PreparedSet, Quarantine
+from luthier.preparation import PreparedSet, Quarantine
 from luthier.preparation.segments import SegmentIndex
 from luthier.presets import dataset_rows
 

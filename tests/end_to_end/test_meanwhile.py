@@ -23,8 +23,8 @@ from luthier.presets import dataset_rows
 from luthier.records import Address
 from luthier.training.data import open_live_data
 from luthier.training.fit import fit_data
+from luthier.training.report import RunResult
 from luthier.training.report.events import Event, EventListener, Started, StepDone
-from luthier.training.report.result import RunResult
 from luthier.training.trainer import Trainer
 from tests.programs import start_program
 
@@ -155,7 +155,7 @@ def test_held_out_rows_are_not_trained_on(rows: Path, tmp_path: Path, cold: tupl
 def test_a_killed_run_goes_on_with_the_same_steps(cold: tuple[RunResult, Path], rows: Path, tmp_path: Path) -> None:
     result, _ = cold
     config = write_config(tmp_path, rows, tmp_path / "store")
-    running = start_program("luthier.cli.main", ["train", str(config)], said=tmp_path / "said")
+    running = start_program("luthier.__main__", ["train", str(config)], said=tmp_path / "said")
     wait_for(lambda: not running.is_alive() or any((tmp_path / "out").glob("checkpoint-[0-9]*")))
     assert running.pid is not None and running.is_alive(), (tmp_path / "said").read_text()
     feeds = children_of(running.pid)

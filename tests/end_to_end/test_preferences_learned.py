@@ -24,7 +24,7 @@ from luthier.preparation.prepare import prepare
 from luthier.presets import dataset_rows, model_folder, tokenizer_folder
 from luthier.records import Segment
 from luthier.training.fit import fit
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "dpo.yaml"
 SMALL = {"hidden_size": 96, "intermediate_size": 192, "head_dim": 24}

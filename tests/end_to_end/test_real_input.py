@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from luthier.cli.main import run
+from luthier.__main__ import run
 from tests.conftest import HANG_SECONDS
 from tests.programs import start_program
 
@@ -120,7 +120,7 @@ def test_a_run_killed_with_sigkill_goes_on_with_the_same_losses(
     assert [step for step, _, _ in expected] == list(range(1, STEPS + 1))
 
     arguments, said = write_config(killed, model_folder, shared), tmp_path / "said"
-    process = start_program("luthier.cli.main", arguments, said=said, environment={**os.environ, "HF_HUB_OFFLINE": "1"})
+    process = start_program("luthier.__main__", arguments, said=said, environment={**os.environ, "HF_HUB_OFFLINE": "1"})
     deadline = time.monotonic() + HANG_SECONDS
     while not (killed / "run" / "checkpoint-2").is_dir():
         assert process.is_alive() and time.monotonic() < deadline, said.read_text()

@@ -22,9 +22,8 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 
 import luthier
 from luthier.config.schema import GenerateConfig
-from luthier.engines import answering, local, next_tokens
+from luthier.engines import Completion, Finish, NewTokens, Refusal, Request, answering, local, next_tokens
 from luthier.engines.answering import Answerer, _WaitingRequest
-from luthier.engines.engine import Completion, Finish, NewTokens, Refusal, Request
 from luthier.engines.joined import JoinedCache
 from luthier.engines.local import LocalEngine
 from luthier.engines.next_tokens import BatchRow, candidates, tokens_at

@@ -20,7 +20,7 @@ import pytest
 
 import luthier
 from luthier.check.golden import read_parity, served_otherwise
-from luthier.check.verify.server import TokenServer
+from luthier.check.verify.reference_tokenizer import TokenServer
 from luthier.errors import UserError
 from luthier.presets import dataset_rows
 from tests.conftest import HANG_SECONDS

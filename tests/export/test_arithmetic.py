@@ -22,8 +22,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 import luthier
 from luthier import ExportCheck, Exported, ExportOptions
 from luthier.check.golden import read_parity, write_parity
-from luthier.export import arithmetic, taken_down
-from luthier.export.arithmetic import HALF, in_float32
+from luthier.export import checks as arithmetic
+from luthier.export import taken_down
+from luthier.export.checks import HALF, in_float32
 from luthier.presets import dataset_rows, tokenizer_folder
 from tests.export.test_proven_families import adapter
 from tests.training.tiny_models import MODELS, SIZES

@@ -24,19 +24,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import luthier
 from luthier import ExportCheck, ExportOptions, ExportProof
+from luthier.__main__ import run as run_command
 from luthier.check.golden import PARITY_FILE, Parity, file_faults, read_parity, write_parity
-from luthier.cli.main import run as run_command
 from luthier.encoding.tokenizer import AddedTokens, load_tokenizer
 from luthier.errors import CheckpointError, ConfigError, ModelError, UserError
 from luthier.export import model_folder, quantizing, taken_down
 from luthier.export.proof import prove
 from luthier.models import adapter_files
 from luthier.models.adapter_files import quiet_peft
-from luthier.prediction.trained_run import open_run
+from luthier.prediction import open_run
 from luthier.presets import model_folder as model_folder_of
 from luthier.presets import tokenizer_folder
+from luthier.training.folder import RunFiles
 from luthier.training.folder.artifacts import save_tokenizer
-from luthier.training.folder.staging import RunFiles
 from tests.conftest import refused
 
 WEIGHTS = "model.safetensors"

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import luthier
 from luthier import ExportCheck as C
 from luthier import ExportOptions
-from luthier.cli.main import app
+from luthier.__main__ import app
 from luthier.config.choices import ModelPart
 from luthier.errors import UserError
 from luthier.export import taken_down

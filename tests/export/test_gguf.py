@@ -23,14 +23,14 @@ import luthier
 from luthier import ExportCheck
 from luthier.check.golden import GoldenContext, Parity, read_parity
 from luthier.config.schema import ExportConfig
-from luthier.engines.engine import Completion, Request
+from luthier.engines import Completion, Request
 from luthier.errors import ModelError, UserError
 from luthier.export import gguf, taken_down
 from luthier.export.checks import BOUNDS
 from luthier.export.gguf import GGUF_BOUNDS, convert, converter_folder, prove_gguf
 from luthier.export.llama_cpp import PROBE, known_name, llama_server
 from luthier.export.proof import template_digest
-from luthier.prediction.trained_run import open_run
+from luthier.prediction import open_run
 from luthier.presets import model_folder, tokenizer_folder
 from tests.conftest import StubServer
 from tests.programs import readme_program

@@ -18,11 +18,13 @@ import transformers as hf
 from PIL import Image
 
 import luthier
-from luthier.collation import MediaInputs, collate_packs
+from luthier.collation import MediaInputs
+from luthier.collation.collator import collate_packs
 from luthier.config.choices import Overflow
-from luthier.media import MediaKind, MediaProcessor
+from luthier.media.families import MediaKind
+from luthier.media.processors.processor import MediaProcessor
+from luthier.models import find_parts, multimodal_class
 from luthier.models.batch_invariance import hear_own_frames
-from luthier.models.submodules import find_parts, multimodal_class
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch, Pack, Segment
 from tests.families_matrix.tiny_hearing import CONFIGS, Words

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from luthier.media import MediaKind, MediaProcessor
+from luthier.media.families import MediaKind
 from luthier.media.families.table import FAMILIES
+from luthier.media.processors.processor import MediaProcessor
 from luthier.presets.named_templates import named_template
 from tests.families_matrix import tiny_grid_configs, tiny_other_configs, tiny_tile_configs
 from tests.families_matrix.tiny_matching_processors import FITTING

@@ -15,12 +15,13 @@ import luthier
 from luthier.collation import CollateSettings, MediaInputs
 from luthier.config.choices import Overflow
 from luthier.config.schema import RunConfig
-from luthier.media import Family, MediaProcessor
+from luthier.media.families import Family
+from luthier.media.processors.processor import MediaProcessor
+from luthier.models import model_needs
 from luthier.models.isolation import ChosenIsolation, choose_isolation
 from luthier.models.model import load_model
-from luthier.models.submodules import model_needs
 from luthier.models.vocabulary import Vocabulary as ModelVocabulary
-from luthier.preparation.prepared import Prepared
+from luthier.preparation import Prepared
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch, Segment
 from tests.families_matrix.matrix_cases import Case, chat_template

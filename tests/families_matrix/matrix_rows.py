@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from luthier.media.families.family import Family
+from luthier.media.families import Family
 from tests.media.media_files import image_file, video
 
 # LUTHIER_MEDIA_SEED=7 repeats the matrix on other inputs, LUTHIER_MEDIA_SIZES=500 on twenty times as many rows.

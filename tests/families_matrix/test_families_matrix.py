@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 import luthier
 from luthier.config.schema import GenerateConfig
-from luthier.engines.engine import Completion
+from luthier.engines import Completion
 from luthier.engines.local import LocalEngine
 from luthier.errors import RowError
-from luthier.media import MediaProcessor
-from luthier.media.families.family import PackingSupport
+from luthier.media.families import PackingSupport
 from luthier.media.families.table import FAMILIES
-from luthier.models.attention_inputs import Isolation
-from luthier.models.submodules import find_parts
+from luthier.media.processors.processor import MediaProcessor
+from luthier.models import find_parts
+from luthier.models.mixers import Isolation
 from luthier.records import Branch, ImageHeader, Segment, VideoHeader
 from luthier.training.generate import question_of
 from tests.conftest import reason_is

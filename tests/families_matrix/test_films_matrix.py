@@ -12,9 +12,9 @@ import torch
 
 import luthier
 from luthier.collation import CollateSettings
-from luthier.models.attention_inputs import Isolation
+from luthier.models import model_needs
 from luthier.models.isolation import choose_isolation
-from luthier.models.submodules import model_needs
+from luthier.models.mixers import Isolation
 from luthier.records import Sample
 from tests.families_matrix.hearing_cases import Heard, Hearing, picture_of, samples_of
 from tests.media.media_files import RATE, tone, wav

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from luthier.collation import CollateSettings
-from luthier.media.families.family import PackingSupport
-from luthier.models.attention_inputs import Isolation
+from luthier.media.families import PackingSupport
+from luthier.models import model_needs
 from luthier.models.isolation import choose_isolation
-from luthier.models.submodules import model_needs
+from luthier.models.mixers import Isolation
 from luthier.records import Batch
 from tests.families_matrix.hearing_cases import ONE_EACH, Heard, Hearing, rows_of, tower_names
 from tests.families_matrix.stand_ins import stand_ins

@@ -17,11 +17,11 @@ from luthier.config.inputs import DataConfig, ModelConfig
 from luthier.config.schema import RUN_CONFIG, OutputConfig, RunConfig
 from luthier.errors import CheckpointError
 from luthier.loader.stream_state import LoaderState
+from luthier.training.folder import FILES, RunFiles
 from luthier.training.folder import checkpoint as checkpoints
 from luthier.training.folder.run_folder import open_run_folder
-from luthier.training.folder.staging import FILES, RunFiles
+from luthier.training.report import LOG_FILE, RESULT_FILE, EvalRecord
 from luthier.training.report.events import Event, LogFile, read_log
-from luthier.training.report.result import LOG_FILE, RESULT_FILE, EvalRecord
 from tests.faults.killing import FailsOnce, Findings, Kills, before_each, die_at
 
 WRITTEN = ("model.safetensors", "optimizer.json", "scheduler.json", "deep/state.bin", "trainer_state.json")

@@ -22,18 +22,17 @@ import torch
 from numpy.typing import NDArray
 
 from luthier.encoding.tokenizer import load_tokenizer
+from luthier.engines import Completion, Ids, Refusal, Request, SamplerPool, WeightsName
 from luthier.engines.answering import Answering
-from luthier.engines.delivered import WeightsTaker
-from luthier.engines.engine import Completion, Ids, Refusal, Request, WeightsName
-from luthier.engines.local import LocalEngine
-from luthier.engines.pool import SamplerPool
-from luthier.metrics.table import METRICS, Metric
+from luthier.engines.local import LocalEngine, WeightsTaker
+from luthier.metrics import METRICS, Metric
 from luthier.rewards.judging import RewardJudge
 from luthier.training import assemble
+from luthier.training import rollouts as answer_groups
 from luthier.training.fit import fit_data
-from luthier.training.folder.staging import RunFiles
-from luthier.training.report.result import RunResult
-from luthier.training.rollouts import answer_groups, drawing
+from luthier.training.folder import RunFiles
+from luthier.training.report import RunResult
+from luthier.training.rollouts import drawing
 from luthier.training.rollouts.delivery import Delivery
 from luthier.training.trainer import Trainer
 from tests.faults.killing import Findings, Kills, computes_nothing

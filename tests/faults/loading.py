@@ -22,7 +22,7 @@ import torch
 
 from luthier.loader.stream_state import STATE_FILE, LoaderState
 from luthier.records import Batch
-from luthier.training.folder.staging import RunFiles
+from luthier.training.folder import RunFiles
 from tests.faults.killing import Findings, Kills, group_is_gone, has_done, tell_progress
 
 KILLS_IN_A_ROW = 10

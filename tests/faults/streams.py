@@ -29,14 +29,13 @@ from luthier.loader.prefetch import iterate as read_ahead
 from luthier.loader.reader import BatchReader
 from luthier.loader.settings import order_of_run, train_settings
 from luthier.loader.stream_state import LoaderState
-from luthier.packing import planner
+from luthier.packing import PlanSettings, planner
 from luthier.packing.order import EpochOrder, ListedOrder, MixtureSettings, RowOrder
-from luthier.packing.settings import PlanSettings
-from luthier.preparation.prepared import PreparedSet, SourceInfo
+from luthier.preparation import PreparedSet, SourceInfo
 from luthier.preparation.resolver import ResolvedPortion
 from luthier.records import Branch, Sample
+from luthier.store import SampleStore, StoreWriter
 from luthier.store.format import freeze_sample
-from luthier.store.store import SampleStore, StoreWriter
 from luthier.training.data import open_live_data
 from tests.faults.loading import Line, Shape, line_of
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from luthier.errors import CheckpointError
+from luthier.training.folder import FILES, RunFiles
 from luthier.training.folder import checkpoint as checkpoints
 from luthier.training.folder.run_folder import open_run_folder
-from luthier.training.folder.staging import FILES, RunFiles
+from luthier.training.report import LOG_FILE, EvalRecord
 from luthier.training.report.events import LogFile, read_log
-from luthier.training.report.result import LOG_FILE, EvalRecord
 from tests.faults.checkpointing import Run
 from tests.faults.killing import before_each
 

@@ -16,8 +16,8 @@ import torch
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import CheckpointError
 from luthier.training.fit import fit_data
+from luthier.training.report import RunResult
 from luthier.training.report.events import Event, StepDone
-from luthier.training.report.result import RunResult
 from tests.faults.killing import Findings, Kills, computes_nothing, has_done, tell_progress
 from tests.training.tiny_runs import make_config, make_data, make_segments
 

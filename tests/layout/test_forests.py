@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luthier.layout.trees import ancestors, join_trees, leaves, tree_follows, tree_leaves, tree_mask, tree_positions
+from luthier.layout import ancestors, join_trees, leaves, tree_follows, tree_leaves, tree_mask, tree_positions
 from luthier.records import Branch, Sample
 
 PAIR = (Branch(parent=-1, length=3), Branch(parent=0, length=2), Branch(parent=0, length=2))

@@ -28,9 +28,9 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from luthier.errors import ModelError, RowError
+from luthier.layout import tree_positions
 from luthier.layout.mrope import _compiled, mrope_positions, packed_mrope
 from luthier.layout.position_schemes import Arrangement, MediaGrids, PositionScheme, position_scheme, token_types
-from luthier.layout.trees import tree_positions
 from luthier.records import Branch
 from tests.conftest import reason_is, refused
 

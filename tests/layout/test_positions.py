@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luthier.layout.trees import cu_seqlens, position_ids, segment_ids, segment_starts
+from luthier.layout import cu_seqlens, position_ids, segment_ids, segment_starts
 
 
 def test_positions_restart_in_each_segment():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from luthier.layout import cut_prompt, held_of_leaves, leaf_segment, prompt_tree, span_of, splice, tree_of_runs
 from luthier.layout.cutting import SegmentCut, take_window
-from luthier.layout.trees import cut_prompt, held_of_leaves, leaf_segment, prompt_tree, span_of, splice, tree_of_runs
 from luthier.records import Branch, Sample, Segment
 
 

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luthier.layout.trees import leaf_segment, leaves
+from luthier.layout import leaf_segment, leaves
 from luthier.records import Branch, Sample
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from luthier.layout.trees import prompt_tree
+from luthier.layout import prompt_tree
 from luthier.ledger import Ledger
-from luthier.preparation.prepared import PreparedSet, SourceInfo
+from luthier.preparation import PreparedSet, SourceInfo
 from luthier.records import Sample, Segment
+from luthier.store import SampleStore, StoreWriter, row_key
 from luthier.store.format import freeze_sample
-from luthier.store.store import SampleStore, StoreWriter, row_key
 
 FINGERPRINT = "cd" * 32
 

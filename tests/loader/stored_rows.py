@@ -12,10 +12,10 @@ import numpy as np
 from luthier.collation import CollateSettings
 from luthier.ledger import Ledger
 from luthier.loader.reader import PLACE, BatchReader, PlannedMicroBatch
-from luthier.preparation.prepared import PreparedSet, SourceInfo
+from luthier.preparation import PreparedSet, SourceInfo
 from luthier.records import Branch, Sample
+from luthier.store import SampleStore, StoreWriter, row_key
 from luthier.store.format import freeze_sample
-from luthier.store.store import SampleStore, StoreWriter, row_key
 
 FINGERPRINT = "ab" * 32
 PACKED = CollateSettings(packed=True, pad_token_id=0)

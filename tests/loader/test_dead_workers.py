@@ -24,13 +24,13 @@ from stored_rows import add_samples, is_running, plan_rows, reader_of, uses_shar
 from luthier.errors import LoaderError, StoreError
 from luthier.loader import prefetch
 from luthier.loader.prefetch import iterate
-from luthier.loader.protocol import SharedArrays
-from luthier.store.store import SampleStore
+from luthier.loader.reader import SharedArrays
+from luthier.store import SampleStore
 from tests.conftest import HANG_SECONDS, children
 
 FAULT = """
 import ctypes, os, time
-from luthier.store.store import SampleStore
+from luthier.store import SampleStore
 real = SampleStore.read
 def read(self, index, address):
     if index == {sample}:

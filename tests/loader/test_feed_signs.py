@@ -12,7 +12,7 @@ import pytest
 from luthier.errors import StoreError, UserError
 from luthier.loader import feed
 from luthier.loader.feed import ALIVE, FACTS, FeedFacts, FeedReader
-from luthier.preparation.prepared import SourceInfo
+from luthier.preparation import SourceInfo
 
 FOUND = FeedFacts(
     num_rows=[3], sources=(SourceInfo(name="a", weight=1.0),), eval_sources=(), num_eval_portions=0, num_tried=0,

@@ -16,7 +16,7 @@ import luthier
 from luthier.errors import CheckpointError, UserError
 from luthier.loader.loader import Loader
 from luthier.loader.stream_state import LoaderState, RowTrail
-from luthier.preparation.prepared import PreparedSet
+from luthier.preparation import PreparedSet
 from luthier.records import Batch
 from tests.conftest import children
 

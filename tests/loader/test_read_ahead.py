@@ -17,7 +17,7 @@ from luthier.errors import LoaderError, StoreError
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import PLACE, BatchReader, PlannedMicroBatch
 from luthier.records import Batch
-from luthier.store.store import SampleStore
+from luthier.store import SampleStore
 from tests.conftest import HANG_SECONDS, children
 
 BLANK = PlannedMicroBatch(step=99, places=np.zeros(0, PLACE), pack_bounds=[0], files={})

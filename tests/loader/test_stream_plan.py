@@ -19,14 +19,14 @@ from luthier.loader.numbered_rows import ArrivalSettings, ArrivingRows
 from luthier.loader.plan import StreamPlan
 from luthier.loader.reader import BatchReader
 from luthier.loader.stream_state import LoaderState, RowTrail
+from luthier.packing import PlanSettings
 from luthier.packing.order import MixtureSettings, RowOrder
 from luthier.packing.packer import WindowPacker
-from luthier.packing.settings import PlanSettings
-from luthier.preparation.prepared import SourceInfo
+from luthier.preparation import SourceInfo
 from luthier.preparation.resolver import LostRow, ResolvedPortion
 from luthier.records import Address, Branch, Sample
+from luthier.store import SampleStore, StoreWriter
 from luthier.store.format import freeze_sample
-from luthier.store.store import SampleStore, StoreWriter
 
 Ints = NDArray[np.int64]
 

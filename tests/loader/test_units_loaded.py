@@ -15,8 +15,8 @@ from compared_rows import compared_sample, random_rows, stored
 import luthier
 from luthier.config.choices import Overflow
 from luthier.errors import CheckpointError, UserError
-from luthier.packing.settings import UnitKind, draw_partners
-from luthier.preparation.prepared import PreparedSet
+from luthier.packing import UnitKind, draw_partners
+from luthier.preparation import PreparedSet
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch
 from tests.conftest import refused

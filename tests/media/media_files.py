@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 from luthier.config.inputs import MediaConfig
-from luthier.media.files.access import MediaAccess
+from luthier.media.files import MediaAccess
 
 OPEN = MediaAccess(MediaConfig())
 RATE = 16_000

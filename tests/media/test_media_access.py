@@ -15,7 +15,7 @@ import pytest
 from media_files import OPEN, access
 
 from luthier.errors import RowError, RowForbidden
-from luthier.media.files import access as fetching
+from luthier.media import files as fetching
 from tests.conftest import StubServer, reason_is
 
 

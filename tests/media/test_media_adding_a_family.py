@@ -15,7 +15,7 @@ from transformers import BatchFeature, ProcessorMixin
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.image_utils import make_flat_list_of_images
 
-from luthier.media.families.family import CAT, Family, Modules, Rule, Settings
+from luthier.media.families import CAT, Family, Modules, Rule, Settings
 from luthier.media.processors.calling import merge_features
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import ImageHeader

@@ -14,9 +14,9 @@ from transformers.models.granite_speech.feature_extraction_granite_speech import
 
 from luthier.config.inputs import MediaConfig
 from luthier.errors import ModelError, RowError
-from luthier.media.families.family import Settings
+from luthier.media.families import Settings
 from luthier.media.files.decoding import DecodedAudio, resample
-from luthier.media.geometry.sounds import projected_blocks
+from luthier.media.geometry import projected_blocks
 from luthier.media.processors.calling import TOKEN_OUTPUTS, merge_features
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import AudioHeader

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from luthier.errors import RowError
-from luthier.media.families.family import MediaKind
+from luthier.media.families import MediaKind
 from luthier.media.files.decoding import Decoded, DecodedImage, DecodedVideo
 from luthier.media.geometry.videos import sampled_frames
 from luthier.media.processors.calling import TOKEN_OUTPUTS, merge_features

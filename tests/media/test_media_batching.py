@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from luthier.errors import ModelError, RowError
-from luthier.media.families.family import CAT, PAD_CAT, STACK, Batching, Family, Modules
+from luthier.media.families import CAT, PAD_CAT, STACK, Batching, Family, Modules
 from luthier.media.files.decoding import DecodedImage
 from luthier.media.processors.calling import TOKEN_OUTPUTS, join_features, merge_features
 from luthier.media.processors.processor import MediaProcessor

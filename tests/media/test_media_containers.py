@@ -14,10 +14,9 @@ import pytest
 from media_files import OPEN, RATE, access, gray_of_frame, image_file, picture, sound, tone, video, wav
 
 from luthier.errors import RowError, SourceError
-from luthier.media.files.access import MediaAccess
+from luthier.media.files import MediaAccess
 from luthier.media.files.containers import read_audio
-from luthier.media.files.decoding import DecodedAudio, DecodedVideo, decode
-from luthier.media.files.probing import probe
+from luthier.media.files.decoding import DecodedAudio, DecodedVideo, decode, probe
 from luthier.records import Audio, AudioHeader, Video, VideoHeader
 from tests.conftest import refused
 

@@ -14,9 +14,16 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 from luthier.errors import RowError
-from luthier.media.files.access import MediaAccess
-from luthier.media.files.decoding import DecodedAudio, DecodedImage, DecodedVideo, decode, resample, resampled_length
-from luthier.media.files.probing import probe
+from luthier.media.files import MediaAccess
+from luthier.media.files.decoding import (
+    DecodedAudio,
+    DecodedImage,
+    DecodedVideo,
+    decode,
+    probe,
+    resample,
+    resampled_length,
+)
 from luthier.records import Audio, Image, ImageHeader, Video
 from tests.conftest import reason_is, refused
 

@@ -9,7 +9,7 @@ import transformers.models.auto.modeling_auto
 import transformers.models.auto.processing_auto
 
 from luthier.errors import ModelError
-from luthier.media.families.family import MediaKind
+from luthier.media.families import MediaKind
 from luthier.media.families.table import FAMILIES, MODEL_TYPES, PROCESSORS, family_of, refusal
 from scripts.doc_tables import family_table, refusal_list
 from tests.media.tiny_processors import BUILDERS

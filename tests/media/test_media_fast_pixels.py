@@ -10,9 +10,9 @@ import torch
 import transformers as hf
 
 from luthier.errors import RowError
+from luthier.kernels import write_patches
 from luthier.media.files.decoding import DecodedImage
 from luthier.media.processors.calling import join_features, merge_features
-from luthier.media.processors.patches_kernel import write_patches
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import ImageHeader
 from tests.media.media_files import picture

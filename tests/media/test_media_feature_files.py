@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from luthier.errors import StoreError
-from luthier.media.feature_files import FeatureFiles, ItemFeatures, item_key, join_encoded
+from luthier.media import FeatureFiles, ItemFeatures, item_key, join_encoded
 from luthier.records import Image, ImageHeader
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as hf
 
-from luthier.media.families.family import Family
+from luthier.media.families import Family
 from luthier.media.processors.calling import join_features, merge_features
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import AudioHeader

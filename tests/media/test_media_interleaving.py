@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from luthier.config.inputs import MediaConfig
-from luthier.media.families.family import MediaKind
+from luthier.media.families import MediaKind
 from luthier.media.files.decoding import Decoded, DecodedAudio, DecodedImage, DecodedVideo
 from luthier.media.geometry.videos import sampled_frames
+from luthier.media.processors import sounds_of
 from luthier.media.processors.calling import TOKEN_OUTPUTS, merge_features
-from luthier.media.processors.expansion import sounds_of
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import AudioHeader, ImageHeader, MediaHeader, VideoHeader
 from tests.media.test_media_audio_families import samples_of, sound

@@ -10,7 +10,7 @@ import pytest
 
 from luthier.config.inputs import MediaConfig
 from luthier.errors import ModelError, RowError
-from luthier.media.families.family import MediaKind
+from luthier.media.families import MediaKind
 from luthier.media.processors.calling import merge_features
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import ImageHeader

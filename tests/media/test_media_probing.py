@@ -17,9 +17,8 @@ from PIL import Image as Pillow
 from PIL import ImageOps
 
 from luthier.errors import RowError
-from luthier.media.files.access import MediaAccess
-from luthier.media.files.decoding import decode
-from luthier.media.files.probing import probe
+from luthier.media.files import MediaAccess
+from luthier.media.files.decoding import decode, probe
 from luthier.records import Audio, AudioHeader, Image, ImageHeader, Video, VideoHeader
 
 KINDS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -185,7 +184,7 @@ def test_decoding_takes_no_more_memory_than_the_header_promised(kind: str, mode:
     script = (
         "import sys\n"
         "from luthier.media.files import decoding\n"
-        "from luthier.media.files.access import Content\n"
+        "from luthier.media.files import Content\n"
         "from PIL import Image; Image.init()\n"
         "def most(): return int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) * 1024\n"
         "data = sys.stdin.buffer.read(); content = Content(name='x', size=len(data), version='', data=data)\n"

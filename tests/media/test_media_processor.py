@@ -13,7 +13,7 @@ import transformers as hf
 from luthier.config.inputs import MediaConfig
 from luthier.errors import ModelError, RowError
 from luthier.layout.position_schemes import position_scheme
-from luthier.media.families.family import MediaKind, PackingSupport
+from luthier.media.families import MediaKind, PackingSupport
 from luthier.media.families.rows_grid import quick_patches
 from luthier.media.families.table import FAMILIES, family_of
 from luthier.media.files.decoding import DecodedImage

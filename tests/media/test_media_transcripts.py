@@ -14,8 +14,9 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.measuring import CUT_SOUND, SPLIT_SOUND
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError
-from luthier.media import MediaAccess, decode, probe, split_long_sounds
-from luthier.media.processors.media_source import windows
+from luthier.media import split_long_sounds, windows
+from luthier.media.files import MediaAccess
+from luthier.media.files.decoding import decode, probe
 from luthier.records import Audio, AudioHeader, Conversation, Document, Message, Text
 from luthier.store.format import media_from_bytes, media_to_bytes
 from tests.media.media_files import RATE, sound, tone, wav

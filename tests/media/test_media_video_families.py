@@ -12,7 +12,7 @@ import pytest
 
 from luthier.config.inputs import MediaConfig
 from luthier.errors import ModelError, RowError
-from luthier.media.families.family import MediaKind
+from luthier.media.families import MediaKind
 from luthier.media.files.decoding import DecodedVideo
 from luthier.media.geometry.videos import sampled_frames, video_metadata
 from luthier.media.processors.processor import MediaProcessor

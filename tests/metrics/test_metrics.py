@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 import luthier
+from luthier import metrics as table
 from luthier.errors import UserError
-from luthier.metrics import bootstrap, table, texts
-from luthier.metrics.bootstrap import drawn_sums, interval, mean_of, sums_by_row
-from luthier.metrics.table import (
+from luthier.metrics import (
     METRICS,
     Answered,
     RowLoss,
@@ -23,8 +22,19 @@ from luthier.metrics.table import (
     metrics_of_answers,
     names_in,
     pass_at,
+    texts,
 )
-from luthier.metrics.texts import by_pattern, is_same_json, normalised, words
+from luthier.metrics import texts as bootstrap
+from luthier.metrics.texts import (
+    by_pattern,
+    drawn_sums,
+    interval,
+    is_same_json,
+    mean_of,
+    normalised,
+    sums_by_row,
+    words,
+)
 from tests.conftest import refused
 
 PAIRS = [("The answer.", " the  ANSWER"), ("no", "yes"), ("4", "It is 4!"), ("x", "x")]

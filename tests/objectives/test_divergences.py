@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from luthier.objectives import head
-from luthier.objectives.head import Head
+from luthier import objectives as head
+from luthier.objectives import Head
 from luthier.objectives.hidden_loss import (
     UNSEEN,
     ReferenceHidden,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from luthier.config.objective import ObjectiveConfig, losses_of
-from luthier.objectives.answer_losses import (
+from luthier.objectives.pair_formulas import PairBaselines, PairScores, PairSettings
+from luthier.objectives.token_losses import (
     FeedbackBaselines,
     FeedbackScores,
     FeedbackSettings,
@@ -14,8 +15,7 @@ from luthier.objectives.answer_losses import (
     pair_loss_sum,
     reward_loss_sum,
 )
-from luthier.objectives.pair_formulas import PairBaselines, PairScores, PairSettings
-from luthier.training.losses.step_losses import answer_settings
+from luthier.training.losses import answer_settings
 
 PAIR_LOSSES = losses_of("dpo")
 FEEDBACK_LOSSES = losses_of("kto")

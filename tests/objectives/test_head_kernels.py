@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_kernel import PlainKernel, kernel_under_test
 
-from luthier.objectives.head import Head, KernelAnswer, KernelTask, LossKernel
+from luthier.objectives import Head, KernelAnswer, KernelTask, LossKernel
 from luthier.objectives.hidden_loss import ReferenceHidden, hidden_loss_sum
 from luthier.objectives.token_losses import TokenSettings
 from luthier.objectives.token_scores import token_scores

@@ -15,9 +15,9 @@ import torch
 
 import luthier
 from luthier.config.objective import LOSSES, OBJECTIVES
-from luthier.objectives.measures import Measure
+from luthier.objectives import Measure
+from luthier.training.losses import LossSums
 from luthier.training.losses.plugin_losses import PluginLosses
-from luthier.training.losses.step_losses import LossSums
 
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = 3

@@ -12,17 +12,7 @@ import torch
 
 from luthier.config.objective import LOSSES, OBJECTIVES, ObjectiveConfig, kind_of, losses_of
 from luthier.errors import UserError
-from luthier.objectives.answer_losses import (
-    FeedbackBaselines,
-    FeedbackScores,
-    FeedbackSettings,
-    feedback_loss_sum,
-    kl_baseline,
-    kl_measure,
-    pair_loss_sum,
-    reward_loss_sum,
-)
-from luthier.objectives.measures import RunningMean, measure
+from luthier.objectives import RunningMean, measure
 from luthier.objectives.pair_formulas import (
     PairBaselines,
     PairScores,
@@ -32,7 +22,17 @@ from luthier.objectives.pair_formulas import (
     sequence_scores,
     tail_discount,
 )
-from luthier.training.losses.step_losses import answer_settings, token_settings
+from luthier.objectives.token_losses import (
+    FeedbackBaselines,
+    FeedbackScores,
+    FeedbackSettings,
+    feedback_loss_sum,
+    kl_baseline,
+    kl_measure,
+    pair_loss_sum,
+    reward_loss_sum,
+)
+from luthier.training.losses import answer_settings, token_settings
 from scripts.doc_tables import loss_table
 
 PAIR_LOSSES = losses_of("dpo")

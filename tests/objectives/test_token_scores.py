@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.gradcheck import GradcheckError
 
+from luthier import objectives as head
 from luthier.config.objective import LOSSES, losses_of
 from luthier.errors import UserError
-from luthier.objectives import head
-from luthier.objectives.head import Head
+from luthier.objectives import Head
 from luthier.objectives.hidden_loss import ReferenceHidden, hidden_loss_sum
 from luthier.objectives.token_losses import TokenSettings, token_loss_sum
 from luthier.objectives.token_scores import token_scores

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from luthier.config.objective import LOSSES
-from luthier.objectives.head import Head
+from luthier.objectives import Head
 from luthier.objectives.policy_losses import (
     Advantage,
     Divisor,

@@ -12,8 +12,8 @@ from luthier.config.choices import RowKind
 from luthier.config.inputs import DataConfig, ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.records import Feedback, Message, Preference
-from luthier.rendering.messages import plain_messages
-from luthier.sources.rows import RawRow
+from luthier.rendering import plain_messages
+from luthier.sources import RawRow
 from luthier.sources.source import open_sources
 from tests.oracles.chat_rows import hugging_face_tokenizer
 

@@ -12,9 +12,9 @@ from luthier.config.inputs import DataConfig, ModelConfig, TemplateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.records import Conversation, Sample, Text, Thinking, ToolCall
-from luthier.rendering.messages import plain_messages
+from luthier.rendering import plain_messages
+from luthier.sources import RawRow
 from luthier.sources.origins import resolve_sources
-from luthier.sources.rows import RawRow
 from luthier.sources.source import open_sources
 from tests.oracles.chat_rows import hugging_face_tokenizer
 

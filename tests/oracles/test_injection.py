@@ -19,7 +19,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.presets import tokenizer_folder
 from luthier.records import Branch, Conversation, Row, Sample
-from luthier.rendering.messages import plain_messages
+from luthier.rendering import plain_messages
 from tests.conftest import examples
 from tests.oracles.catalogue import catalogue
 from tests.oracles.families import Stock, Stops

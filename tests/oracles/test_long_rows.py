@@ -8,8 +8,7 @@ import pytest
 
 from luthier.errors import RowError
 from luthier.records import Conversation, Rendered
-from luthier.rendering import prefixes, recordings
-from luthier.rendering.messages import ControlTokens
+from luthier.rendering import ControlTokens, prefixes, recordings
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate

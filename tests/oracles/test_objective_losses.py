@@ -9,20 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from luthier.objectives.answer_losses import (
+from luthier.objectives import Head
+from luthier.objectives.hidden_loss import divergence, hidden_loss_sum
+from luthier.objectives.pair_formulas import PairSettings, SequenceScores, pair_scores, sequence_scores, tail_discount
+from luthier.objectives.token_losses import (
     FeedbackBaselines,
     FeedbackScores,
     FeedbackSettings,
+    TokenSettings,
     feedback_loss_sum,
     kl_baseline,
     kl_measure,
     pair_loss_sum,
     reward_loss_sum,
 )
-from luthier.objectives.head import Head
-from luthier.objectives.hidden_loss import divergence, hidden_loss_sum
-from luthier.objectives.pair_formulas import PairSettings, SequenceScores, pair_scores, sequence_scores, tail_discount
-from luthier.objectives.token_losses import TokenSettings
 from luthier.objectives.token_scores import log_square_sums, token_scores
 from luthier.presets import tokenizer_folder
 

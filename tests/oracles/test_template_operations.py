@@ -9,7 +9,7 @@ import pytest
 
 from luthier.errors import RowError
 from luthier.records import ControlPiece, Piece, TextPiece
-from luthier.rendering.messages import ControlTokens
+from luthier.rendering import ControlTokens
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate

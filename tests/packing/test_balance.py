@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from luthier.config.choices import Packing
+from luthier.packing import PlanSettings, SegmentTable, segment_costs
 from luthier.packing.balance import Balancer, mean_straggler
 from luthier.packing.epoch import plan_epoch, straggler_factor
-from luthier.packing.settings import PlanSettings, SegmentTable, segment_costs
 
 CAPACITY = 32_768
 

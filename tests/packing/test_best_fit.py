@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from luthier.errors import UserError
-from luthier.packing import best_fit
-from luthier.packing.best_fit_kernel import fill_packs
+from luthier.kernels import fill_packs
+from luthier.packing import balance as best_fit
 from luthier.packing.packer import plan_packs
 
 
@@ -72,7 +72,7 @@ def test_large_inputs_take_the_kernel_and_pack_tightly():
 
 
 def test_without_a_place_for_compiled_code_the_plain_loop_is_used(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "luthier.packing.best_fit_kernel", None)  # import fails
+    monkeypatch.setitem(__import__("sys").modules, "luthier.kernels", None)  # import fails
     assert best_fit._compiled() is best_fit._fill_packs
 
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from luthier.config.choices import Packing
 from luthier.errors import UserError
+from luthier.packing import PlanSettings, SegmentTable
 from luthier.packing.epoch import describe, plan_epoch
 from luthier.packing.planner import TableRows
-from luthier.packing.settings import PlanSettings, SegmentTable
 
 WHOLE = [packing for packing in Packing if packing is not Packing.SPLIT]  # those that never cut a segment
 

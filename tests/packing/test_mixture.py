@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from luthier.config.choices import MixtureBy, MixtureStop, Packing
 from luthier.errors import UserError
+from luthier.packing import PlanSettings, SegmentTable
 from luthier.packing.epoch import plan_epoch, realised_mixture, shares_of, source_counts
 from luthier.packing.order import LISTED, KeyedPermutation, MixtureSettings, RowOrder
-from luthier.packing.settings import PlanSettings, SegmentTable
 
 
 def mixture(*weights, by=MixtureBy.ROWS, **changes):

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from luthier.config.choices import Packing
 from luthier.errors import UserError
+from luthier.packing import PlanSettings, SegmentTable
 from luthier.packing.epoch import describe, plan_epoch
 from luthier.packing.packer import split_segments
-from luthier.packing.settings import PlanSettings, SegmentTable
 
 
 def rows_of(pieces):

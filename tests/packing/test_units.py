@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from luthier.config.choices import Packing
 from luthier.errors import UserError
+from luthier.packing import PlanSettings, SegmentTable, UnitKind, draw_partners
 from luthier.packing.balance import micro_batch_costs
 from luthier.packing.epoch import describe, plan_epoch
-from luthier.packing.settings import PlanSettings, SegmentTable, UnitKind, draw_partners
 from tests.conftest import examples
 
 MAX_LENGTH = 60

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from luthier.config.choices import Packing
 from luthier.errors import CheckpointError, UserError
+from luthier.packing import PlanSettings, SegmentTable, join
 from luthier.packing.epoch import EpochPlan, describe, plan_epoch
 from luthier.packing.order import ListedOrder, MixtureSettings, RowOrder
 from luthier.packing.packer import MAX_CARRIED, WindowPacker
 from luthier.packing.planner import EpochPlanner, PlannerPlace, TableRows
-from luthier.packing.settings import PlanSettings, SegmentTable, join
 from tests.conftest import examples
 
 NOTHING = (np.zeros(0, np.int64), SegmentTable.of_lengths([]))

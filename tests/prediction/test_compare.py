@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from luthier.cli.main import run as run_command
+from luthier.__main__ import run as run_command
 from luthier.errors import UserError
-from luthier.metrics import bootstrap
-from luthier.metrics.bootstrap import mean_of, paired
+from luthier.metrics import texts as bootstrap
+from luthier.metrics.texts import mean_of, paired
 from luthier.prediction.comparing import compare_predictions as compare
 from luthier.prediction.comparing import comparison_page, differing_words
 from tests.conftest import refused

@@ -14,13 +14,13 @@ import pytest
 from PIL import Image
 
 import luthier
+from luthier import prediction as trained_run
+from luthier.__main__ import run as run_command
 from luthier.cli.chat import _path
-from luthier.cli.main import run as run_command
-from luthier.encoding.interface import as_prompt
-from luthier.engines.engine import Finish, NewTokens, OnTokens, Refusal, Request
+from luthier.encoding import as_prompt
+from luthier.engines import Finish, NewTokens, OnTokens, Refusal, Request
 from luthier.errors import UserError
-from luthier.prediction import trained_run
-from luthier.prediction.trained_run import Dialogue, TrainedRun, open_run, with_thinking
+from luthier.prediction import Dialogue, TrainedRun, open_run, with_thinking
 from luthier.records import Message, Text, Thinking, ToolCall
 from luthier.rendering.replies.learning import declared
 from tests.conftest import refused

@@ -16,13 +16,19 @@ import pytest
 import luthier
 from luthier.config.loading import load_config
 from luthier.config.schema import JudgeConfig
-from luthier.engines import judge as judging
-from luthier.engines.json_client import ServerLate, ServerRefused, ServerUnreachable
-from luthier.engines.judge import AnswerScorer, JudgedAnswer, as_read
+from luthier.engines import json_client as judging
+from luthier.engines.json_client import (
+    AnswerScorer,
+    JudgedAnswer,
+    ServerLate,
+    ServerRefused,
+    ServerUnreachable,
+    as_read,
+)
 from luthier.errors import ConfigError, UserError
-from luthier.metrics.table import METRICS, Answered, measured
+from luthier.metrics import METRICS, Answered, measured
 from luthier.prediction.comparing import compare_predictions as compare
-from luthier.rendering.messages import ControlTokens
+from luthier.rendering import ControlTokens
 from tests.conftest import StubServer, refused, served_json
 from tests.prediction.test_compare import answers as some_answers
 from tests.prediction.test_compare import prediction
@@ -93,7 +99,7 @@ def test_answers_are_judged_at_the_same_time_and_come_in_their_order() -> None:
 def test_a_busy_server_is_asked_again_and_one_that_refuses_or_is_not_there_ends_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("luthier.engines.judge.PAUSES", (0.01, 0.01, 0.01))
+    monkeypatch.setattr("luthier.engines.json_client.PAUSES", (0.01, 0.01, 0.01))
     busy = iter([(503, {}), (429, {}), "Score: 3"])
     with judge_by(lambda _: next(busy)) as judge:
         assert [one.score for one in judge.judge([answer()])] == [3]

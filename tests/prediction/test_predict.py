@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 import luthier
-from luthier.cli.main import run as run_command
-from luthier.engines.engine import Completion, Engine, Finish, Request
+from luthier import prediction as trained_run
+from luthier.__main__ import run as run_command
+from luthier.engines import Completion, Engine, Finish, Request
 from luthier.errors import UserError
-from luthier.prediction import predicting, trained_run
+from luthier.prediction import predicting
 from luthier.presets import model_folder, tokenizer_folder
-from luthier.training.report.result import GenerationRound, RunResult
+from luthier.training.report import GenerationRound, RunResult
 from tests.conftest import SHARE, refused, served_json
 
 ROWS = 9

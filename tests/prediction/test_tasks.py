@@ -10,11 +10,10 @@ import pytest
 
 pytest.importorskip("lm_eval")
 
-from luthier.cli.main import run as run_command
+from luthier.__main__ import run as run_command
 from luthier.errors import UserError
+from luthier.prediction import TaskOptions, TrainedRun, evaluate_tasks, open_run
 from luthier.prediction.harness import HarnessModel, answering_task, prompt_ids
-from luthier.prediction.tasks import TaskOptions, evaluate_tasks
-from luthier.prediction.trained_run import TrainedRun, open_run
 from luthier.training.folder.artifacts import save_model
 from tests.conftest import refused
 

@@ -15,9 +15,9 @@ import pytest
 
 from luthier.presets.named_templates import TEMPLATES, named_template, template_facts
 from luthier.records import Message, Part, Text, Thinking, ToolCall
-from luthier.rendering.messages import plain_messages
+from luthier.rendering import plain_messages
 from luthier.rendering.template import ChatTemplate
-from luthier.templating.limits import TemplateSettings
+from luthier.templating import TemplateSettings
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 WEATHER = {

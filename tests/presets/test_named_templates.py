@@ -25,7 +25,7 @@ from luthier.presets.named_templates import (
     template_names,
 )
 from luthier.records import ControlPiece, Conversation, Message, Part, Piece, Rendered, Text, Thinking, ToolCall
-from luthier.rendering.messages import ControlTokens
+from luthier.rendering import ControlTokens
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate

@@ -16,7 +16,8 @@ from luthier.config.inputs import SourceConfig
 from luthier.errors import SourceError
 from luthier.presets import dataset_names, dataset_rows, tokenizer_folder
 from luthier.records import Conversation, Feedback, Preference
-from luthier.sources import RawRow, open_sources
+from luthier.sources import RawRow
+from luthier.sources.source import open_sources
 from tests.presets.rows_script import SCRIPT
 
 Row = dict[str, Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from luthier.records import Conversation, Message, Part, Text, Thinking, ToolCall
-from luthier.rendering.messages import ControlTokens
+from luthier.rendering import ControlTokens
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate

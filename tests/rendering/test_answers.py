@@ -10,8 +10,8 @@ from luthier.config.choices import HistoryRendering
 from luthier.errors import RowError
 from luthier.presets.named_templates import named_template
 from luthier.records import Conversation, Message, Thinking, ToolCall
+from luthier.rendering import ControlTokens
 from luthier.rendering.answers import require_answer
-from luthier.rendering.messages import ControlTokens
 from luthier.rendering.render import THOUGHT_IN_LETTERS
 from luthier.rendering.targets import TargetPolicy
 from tests.conftest import reason_is

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from luthier.encoding.measuring import framed_slots
-from luthier.rendering.messages import MediaSlots
+from luthier.rendering import MediaSlots
 
 SLOTS = MediaSlots(tokens={"image": "<img>", "video": "<vid>"}, inline={"image": "<img>", "video": "<vid>"})
 CONTROL = frozenset({"<s>", "<turn>", "<end>", "<open>", "<more>", "<close>", "<img>", "<vid>"})

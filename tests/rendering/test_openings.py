@@ -11,7 +11,7 @@ import trl
 
 from luthier.errors import RowError
 from luthier.records import Conversation, Piece, Thinking
-from luthier.rendering.messages import ControlTokens
+from luthier.rendering import ControlTokens
 from luthier.rendering.openings import ending_of
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy

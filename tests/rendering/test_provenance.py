@@ -15,13 +15,13 @@ from expressions import HOSTILE, PLACES, composed, template_of
 
 from luthier.errors import RowError, TemplateError
 from luthier.records import ControlPiece, Conversation, MediaPiece, Message, Text, ToolCall
-from luthier.rendering.messages import ControlTokens
+from luthier.rendering import ControlTokens
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate
 from luthier.rendering.text_references import Alphabet
 from luthier.rendering.tracked import own_text
-from luthier.templating.limits import OverLimit
+from luthier.templating import OverLimit
 from tests.conftest import examples, reason_is, refused
 
 TOKENS = ("<|im_start|>", "<|im_end|>", "<eos>")

@@ -10,7 +10,7 @@ import pytest
 from luthier.config.choices import HistoryRendering, TrainOn
 from luthier.errors import RowDropped, RowError
 from luthier.records import ControlPiece, Document, Piece, Preference, Text, TextPiece, Thinking, ToolCall
-from luthier.rendering.messages import ControlTokens
+from luthier.rendering import ControlTokens
 from luthier.rendering.targets import TargetPolicy
 from tests.conftest import reason_is, refused
 from tests.rendering.chat import CHATML, CONTROL, assistant, conversation, message, renderer, user

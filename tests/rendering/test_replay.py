@@ -18,8 +18,8 @@ from luthier.errors import RowError, TemplateError
 from luthier.presets import tokenizer_folder
 from luthier.presets.named_templates import named_template, named_templates, stop_tokens
 from luthier.records import Conversation, Message, Piece, Text, TextPiece, Thinking, ToolCall
+from luthier.rendering import ControlTokens
 from luthier.rendering.blueprint import build_blueprint
-from luthier.rendering.messages import ControlTokens
 from luthier.rendering.paths import cut_paths
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy, Weights

@@ -35,8 +35,9 @@ from luthier.records import (
     ToolCall,
 )
 from luthier.rendering.targets import TargetPolicy, apply_rules, rules_from_config
-from luthier.sources import RawRow, RowReader
+from luthier.sources import RawRow
 from luthier.sources.detect import detect_layout
+from luthier.sources.source import RowReader
 from tests.conftest import reason_is
 from tests.rendering.chat import assistant, conversation, message, renderer, user
 

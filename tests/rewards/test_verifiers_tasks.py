@@ -15,7 +15,7 @@ import pytest
 
 from luthier.config.rollout import CodeConfig
 from luthier.errors import UserError
-from luthier.rewards.dialogue_environment import Over
+from luthier.rewards import Over
 from luthier.rewards.function_process import EnvironmentProcess, NoAnswer
 
 ROOT = Path(__file__).parents[2]

@@ -18,13 +18,12 @@ import httpx
 import numpy as np
 import pytest
 
-from luthier.cli.main import Terminated
+from luthier.__main__ import Terminated
 from luthier.config.loading import load_config
 from luthier.config.schema import GenerateConfig, ServeConfig
 from luthier.encoding.encoder import Encoder
-from luthier.engines.delivered import WeightsTaker
-from luthier.engines.engine import Finish, NewTokens, OnTokens, Request, Session
-from luthier.engines.local import RewardEngine
+from luthier.engines import Finish, NewTokens, OnTokens, Request, Session
+from luthier.engines.local import RewardEngine, WeightsTaker
 from luthier.serve.app import AnsweringModel, Served, application
 from luthier.serve.gate import Gate
 from luthier.serve.histories import Histories

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import luthier
-from luthier.engines.engine import Completion, Request
+from luthier.engines import Completion, Request
 from luthier.errors import UserError
-from luthier.prediction.trained_run import open_run
+from luthier.prediction import open_run
 from luthier.presets import model_folder, tokenizer_folder
 from luthier.serve.running import ServeOptions, serve
 from tests.serve.conftest import ASK, asked_of

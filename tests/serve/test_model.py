@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import luthier
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.encoder import Encoder
-from luthier.engines.engine import Completion, Request
+from luthier.engines import Completion, Request
 from luthier.engines.local import LocalEngine
 from luthier.presets import model_folder
 from tests.serve.conftest import ASK, TOKEN, Running, running

@@ -20,16 +20,17 @@ import pytest
 from PIL import Image
 
 import luthier
-from luthier.cli.main import run as run_command
+from luthier.__main__ import run as run_command
 from luthier.config.inputs import SourceConfig
-from luthier.encoding.interface import as_prompt
-from luthier.engines.engine import Request
+from luthier.encoding import as_prompt
+from luthier.engines import Request
 from luthier.errors import UserError
-from luthier.prediction.trained_run import open_run
+from luthier.prediction import open_run
 from luthier.records import NOWHERE
 from luthier.serve.running import ServeOptions, serve
-from luthier.sources import RawRow, RowReader
+from luthier.sources import RawRow
 from luthier.sources.detect import detect_layout
+from luthier.sources.source import RowReader
 from tests.programs import readme_program
 from tests.serve.conftest import ASK, Running, asked_of, running
 

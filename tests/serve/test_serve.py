@@ -19,7 +19,7 @@ import pytest
 
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Request
+from luthier.engines import Request
 from luthier.serve import running as running_module
 from luthier.serve.histories import Histories
 from tests.conftest import HANG_SECONDS

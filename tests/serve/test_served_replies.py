@@ -11,7 +11,7 @@ import pytest
 
 import luthier
 from luthier.encoding.encoder import Encoder
-from luthier.engines.engine import Finish
+from luthier.engines import Finish
 from luthier.serve.asking import HALF_CHARACTER
 from tests.serve.conftest import TOKEN, Running, Scripted, running
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 import luthier
 from luthier.engines.local import RewardEngine
 from luthier.errors import UserError
-from luthier.prediction.trained_run import open_run
+from luthier.prediction import open_run
 from luthier.presets import dataset_rows
 from tests.serve.conftest import running
 

@@ -7,8 +7,9 @@ from typing import Any
 from luthier.config.choices import Format
 from luthier.config.inputs import SourceConfig
 from luthier.records import Address, Conversation, Message, Row, Text
-from luthier.sources import RawRow, RowReader
+from luthier.sources import RawRow
 from luthier.sources.detect import detect_layout
+from luthier.sources.source import RowReader
 
 ADDRESS = Address(file="data/rows.jsonl", row=1)
 

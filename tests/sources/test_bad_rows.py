@@ -19,7 +19,9 @@ from luthier.config.choices import Format, SameRole
 from luthier.config.inputs import DataConfig, SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import BLANK_ANSWER, Conversation, Document, Message, Row, Text
-from luthier.sources import RowBytes, Source, open_sources, repeated_ids, resolve_sources
+from luthier.sources import RowBytes
+from luthier.sources.origins import resolve_sources
+from luthier.sources.source import Source, open_sources, repeated_ids
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}

@@ -12,7 +12,8 @@ import pytest
 from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import Conversation
-from luthier.sources import RawRow, Source, open_sources
+from luthier.sources import RawRow
+from luthier.sources.source import Source, open_sources
 from tests.conftest import refused
 
 GOOD = b'{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}'

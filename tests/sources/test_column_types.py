@@ -15,7 +15,7 @@ import pytest
 
 from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError
-from luthier.sources import open_sources
+from luthier.sources.source import open_sources
 
 BIG = 2**62
 

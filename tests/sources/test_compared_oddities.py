@@ -11,8 +11,9 @@ from luthier.config.choices import Format, SameRole
 from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import Feedback, Preference
-from luthier.sources import RawRow, RowReader
+from luthier.sources import RawRow
 from luthier.sources.detect import detect_layout
+from luthier.sources.source import RowReader
 from tests.conftest import reason_is
 
 BAD = {"role": "assistant", "content": "What"}

@@ -24,8 +24,8 @@ from luthier.records import (
     ToolCall,
     Video,
 )
-from luthier.sources import open_sources, resolve_sources
-from luthier.sources.origins import read_registry, registry_source
+from luthier.sources.origins import read_registry, registry_source, resolve_sources
+from luthier.sources.source import open_sources
 
 pytestmark = pytest.mark.shared
 

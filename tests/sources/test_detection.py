@@ -12,7 +12,7 @@ from luthier.config.choices import Format
 from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import Conversation
-from luthier.sources import Source, open_sources
+from luthier.sources.source import Source, open_sources
 from tests.conftest import refused
 
 

@@ -14,10 +14,10 @@ from luthier.config.choices import Format
 from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError
 from luthier.records import Address, Conversation, Document, Feedback, Preference, Tokenized
-from luthier.sources import RawRow, RowBytes, RowReader
+from luthier.sources import RawRow, RowBytes, decode_strict
 from luthier.sources.detect import detect_layout
 from luthier.sources.formats.table import FORMATS
-from luthier.sources.rows import decode_strict
+from luthier.sources.source import RowReader
 from tests.conftest import examples, reason_is
 
 ADDRESS = Address(file="rows.jsonl", row=7)

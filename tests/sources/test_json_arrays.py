@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError, SourceError
-from luthier.sources import RowBytes, open_sources, text_files
+from luthier.sources import RowBytes, text_files
+from luthier.sources.source import open_sources
 from luthier.sources.text_files import read_json_rows
 from tests.conftest import examples
 

@@ -16,8 +16,7 @@ from luthier.config.inputs import DataConfig, SourceConfig
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import ModelError, SourceError
 from luthier.presets import tokenizer_folder
-from luthier.sources import resolve_sources
-from luthier.sources.origins import modelscope_folder, open_origin, read_registry
+from luthier.sources.origins import modelscope_folder, open_origin, read_registry, resolve_sources
 from tests.conftest import refused
 
 FROM_DATA = {

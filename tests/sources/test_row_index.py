@@ -24,8 +24,10 @@ from luthier.config.choices import Format
 from luthier.config.inputs import SourceConfig
 from luthier.errors import PlainRowError, RowError, SourceError, plain_error, row_error
 from luthier.records import Address
-from luthier.sources import RowBytes, RowIndex, Source, columnar, open_files, open_sources, row_index
+from luthier.sources import RowBytes, columnar, open_files, row_index
 from luthier.sources.open_files import Ascending, AscendingBuilder, LineNumbersBuilder
+from luthier.sources.row_index import RowIndex
+from luthier.sources.source import Source, open_sources
 from tests.conftest import examples
 
 GOOD = b'{"text": "some words"}'

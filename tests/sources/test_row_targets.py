@@ -16,7 +16,7 @@ from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError
 from luthier.records import Conversation, Document, Feedback, Message, Preference, TargetRule, Text, Thinking, ToolCall
 from luthier.sources.detect import detect_layout
-from luthier.sources.formats.targets import MAX_SPANS
+from luthier.sources.formats import MAX_SPANS
 from luthier.sources.formats.turns import split_thinking
 from tests.conftest import reason_is, refused
 

@@ -18,9 +18,9 @@ from luthier.config.choices import Format, rows_of_slice
 from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import Address, Conversation, Document, Row
-from luthier.sources import RowBytes, RowReader, Source, open_sources
+from luthier.sources import RowBytes, decode_row, refuse_unreadable
 from luthier.sources.columnar import encode_row
-from luthier.sources.rows import decode_row, refuse_unreadable
+from luthier.sources.source import RowReader, Source, open_sources
 
 CALL = {"function": {"name": "add", "arguments": {"a": 1, "note": "x"}}}
 ROWS: list[dict[str, Any]] = [

@@ -17,7 +17,8 @@ from pydantic import ValidationError
 
 from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError, SourceError
-from luthier.sources import files, open_sources, text_files
+from luthier.sources import files, text_files
+from luthier.sources.source import open_sources
 
 PAGE = "One.\nTwo.\n\n \t\n\nThree.\r\n\r\nFour\n"
 

@@ -34,13 +34,13 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 from luthier.errors import ConfigError, UserError
+from luthier.preparation import Prepared
 from luthier.preparation.prepare import prepare
-from luthier.preparation.prepared import Prepared
 from luthier.training.data import open_run_data
 from luthier.training.fit import fit, fit_data
 from luthier.training.preflight import check_run
+from luthier.training.report import RunResult
 from luthier.training.report.events import Event, Note
-from luthier.training.report.result import RunResult
 from tests.media.media_files import image_file, picture
 from tests.media.tiny_folder import write_folder
 

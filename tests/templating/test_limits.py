@@ -15,7 +15,7 @@ from luthier.presets.named_templates import named_template, template_names
 from luthier.records import Message, Text
 from luthier.rendering.template import ChatTemplate
 from luthier.rendering.text_references import Alphabet
-from luthier.templating.limits import OverLimit, RenderUsage, TemplateLimits, TemplateSettings
+from luthier.templating import OverLimit, RenderUsage, TemplateLimits, TemplateSettings
 from luthier.templating.sandbox import Sandbox, plain_environment
 
 sys.path.insert(0, str(Path(__file__).parent))

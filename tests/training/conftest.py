@@ -14,7 +14,7 @@ from tiny_runs import make_config, make_data, make_segments
 from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 from luthier.training.data import RunData
 from luthier.training.fit import fit_data
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -20,15 +20,13 @@ import luthier
 from luthier.config.loading import load_draft
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion, Request
-from luthier.engines.pool import SamplerPool
+from luthier.engines import Completion, Request, SamplerPool
 from luthier.errors import ConfigError, SamplerLost, UserError
-from luthier.metrics.table import METRICS, Metric
+from luthier.metrics import METRICS, Metric
 from luthier.preparation.prepare import connect
 from luthier.rewards.judging import DrawnAnswer
-from luthier.training.report.result import RunResult
-from luthier.training.rollouts.ray_actors import _parts, ray_rewards
-from luthier.training.rollouts.ray_samplers import ray_samplers
+from luthier.training.report import RunResult
+from luthier.training.rollouts.ray_cluster import _parts, ray_rewards, ray_samplers
 
 Train = Callable[..., RunResult]
 LORA = {"adapter": {"type": "lora", "r": 4, "lora_alpha": 8}}
@@ -48,7 +46,7 @@ def cluster() -> Iterator[None]:
 def _a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METRICS._rows, "evenness", Metric(of_row=evenness))
     monkeypatch.setattr("luthier.training.rollouts.delivery.PAUSES", (0.01, 0.01, 0.01))
-    monkeypatch.setattr("luthier.training.rollouts.ray_actors.PAUSES", (0.1, 0.1, 1.0))
+    monkeypatch.setattr("luthier.training.rollouts.ray_cluster.PAUSES", (0.1, 0.1, 1.0))
 
 
 def on_ray(**more: Any) -> dict[str, Any]:

@@ -16,6 +16,17 @@ from rich.console import Console
 from tiny_runs import make_config
 
 from luthier.training.folder.artifacts import model_card
+from luthier.training.report import (
+    DataSummary,
+    Ended,
+    EvalRecord,
+    GenerationRecord,
+    GenerationRound,
+    ModelSummary,
+    RunResult,
+    SourceSummary,
+    StepRecord,
+)
 from luthier.training.report.plots import (
     Curve,
     chart,
@@ -27,17 +38,6 @@ from luthier.training.report.plots import (
     ticks,
 )
 from luthier.training.report.report import Report, duration, summary, write_report
-from luthier.training.report.result import (
-    DataSummary,
-    Ended,
-    EvalRecord,
-    GenerationRecord,
-    GenerationRound,
-    ModelSummary,
-    RunResult,
-    SourceSummary,
-    StepRecord,
-)
 
 SCRIPT = "<script>alert(1)</script>"
 LEDGER = {

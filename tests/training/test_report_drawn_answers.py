@@ -12,9 +12,10 @@ from tiny_rollouts import losses
 from tiny_runs import make_data, make_segments
 from typer.testing import CliRunner
 
-from luthier.cli.main import app
+from luthier.__main__ import app
 from luthier.errors import UserError
-from luthier.metrics.table import METRICS, Metric
+from luthier.metrics import METRICS, Metric
+from luthier.training.report import RunResult
 from luthier.training.report.drawn_answers import (
     answers_of_run,
     chosen_groups,
@@ -24,7 +25,6 @@ from luthier.training.report.drawn_answers import (
     read_groups,
 )
 from luthier.training.report.report import Report, summary, write_report
-from luthier.training.report.result import RunResult
 
 LINE = {"row": "rows.jsonl:7", "prompt": "Which?", "expected": "this", "finish": "stop", "ids": [5, 6, 2]}
 

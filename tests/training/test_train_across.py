@@ -21,9 +21,9 @@ from luthier.config.choices import ModelPart
 from luthier.config.inputs import MediaConfig
 from luthier.errors import ConfigError, ModelError, RowError, UserError
 from luthier.media.processors.processor import MediaProcessor
+from luthier.models import find_parts
 from luthier.models.batch_invariance import hook
 from luthier.models.model import reward_class
-from luthier.models.submodules import find_parts
 from luthier.prediction.predicting import PredictOptions, predict
 from luthier.records import Sample
 from tests.conftest import reason_is

@@ -46,7 +46,7 @@ from luthier.models import adapter_files, adapters
 from luthier.models.routers import choose_experts
 from luthier.training import fit as fit_module
 from luthier.training.fit import fit_data
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 
 Train = Callable[..., RunResult]
 DATA = make_data(make_segments(12))

@@ -14,11 +14,11 @@ from tiny_rollouts import ROLLOUT, rollouts
 from tiny_runs import make_data, make_segments
 
 from luthier.config.schema import RunConfig
-from luthier.engines.engine import Completion, Refusal, Request
+from luthier.engines import Completion, Refusal, Request
 from luthier.engines.local import LocalEngine
 from luthier.training.folder.artifacts import model_card
+from luthier.training.report import RunResult
 from luthier.training.report.report import Report, summary, write_report
-from luthier.training.report.result import RunResult
 
 Train = Callable[..., RunResult]
 HOSTILE = """

@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
-from luthier.collation import collate_packs, collate_trees
+from luthier.collation.collator import collate_packs, collate_trees
 from luthier.errors import ModelError
-from luthier.layout.trees import tree_mask
+from luthier.layout import tree_mask
 from luthier.models import attention
 from luthier.models.attention import (
     PLAN,
@@ -29,7 +29,7 @@ from luthier.models.attention import (
     register_attention,
     segments_attention,
 )
-from luthier.models.attention_inputs import Isolation, attention_inputs, layer_windows, tree_mask_mod
+from luthier.models.mixers import Isolation, attention_inputs, layer_windows, tree_mask_mod
 from luthier.records import Batch, Branch, Pack
 
 SAMPLES = [tree(9, 5, 7, seed=1), tree(6, 11, 4, seed=2), tree(8, 6, seed=3)]

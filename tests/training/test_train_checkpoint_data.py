@@ -34,8 +34,8 @@ from luthier.training.folder.state import (
     read_state,
     write_state,
 )
+from luthier.training.report import RunResult
 from luthier.training.report.events import Event, Note, StepDone
-from luthier.training.report.result import RunResult
 from tests.conftest import examples
 
 DATA = make_data(make_segments(12), make_segments(4, seed=8))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.records import Segment
 from luthier.training.fit import fit_data
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 
 HELD_OUT = range(20, 25)
 STEPS = {

@@ -22,8 +22,8 @@ from luthier.errors import ModelError
 from luthier.models import attention, sharding
 from luthier.models.passes import ModelPass, OutputHead
 from luthier.training.fit import fit_data
+from luthier.training.report import RunResult
 from luthier.training.report.events import Event, Note, StepDone
-from luthier.training.report.result import RunResult
 
 # Dynamo looks at an attribute that torch warns about
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

@@ -13,21 +13,21 @@ import torch
 import transformers as hf
 
 import luthier
-from luthier.check.verify.findings import Check
+from luthier.__main__ import run
+from luthier.check.verify import Check
 from luthier.check.verify.run import verify
-from luthier.cli.main import run
 from luthier.config.choices import ModelPart
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ModelError, RowError, UserError
-from luthier.layout.trees import leaves
-from luthier.media import MediaProcessor
+from luthier.layout import leaves
+from luthier.media.processors.processor import MediaProcessor
+from luthier.models import find_parts
 from luthier.models.model import reward_class
-from luthier.models.submodules import find_parts
 from luthier.preparation.prepare import prepare
 from luthier.records import Sample
 from luthier.training.fit import fit
-from luthier.training.report.result import LOG_FILE
+from luthier.training.report import LOG_FILE
 from tests.conftest import refused
 from tests.media.media_files import image_file, picture
 from tests.training.tiny_nemotron_parse import HEIGHT, WIDTH, tiny_processor, write_folder

@@ -12,9 +12,10 @@ from tiny_recurrent import RECURRENT_MODELS, recurrent_model
 from tiny_vlms import IMAGE, SOUND, VIDEO, VLMS, Seen, seen, tiny_vlm, with_media
 from torch import nn
 
-from luthier.collation import CollateSettings, collate_trees
+from luthier.collation import CollateSettings
+from luthier.collation.collator import collate_trees
+from luthier.layout import tree_of_runs
 from luthier.layout.position_schemes import token_types
-from luthier.layout.trees import tree_of_runs
 from luthier.models.isolation import choose_isolation
 from luthier.models.passes import find_head, score_targets
 from luthier.objectives.token_scores import token_scores

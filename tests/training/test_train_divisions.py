@@ -17,7 +17,7 @@ from luthier.loader.settings import units_of
 from luthier.training.fit import fit_data
 from luthier.training.folder.checkpoint import OBJECTIVE_STATE
 from luthier.training.losses import pairs
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 
 PROGRAM = Path(__file__).with_name("tiny_process.py")
 ROWS = 8

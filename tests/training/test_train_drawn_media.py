@@ -21,18 +21,18 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from luthier.config.loading import load_draft
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
+from luthier.engines import Completion, Refusal, Request
 from luthier.engines.answering import Answerer
-from luthier.engines.engine import Completion, Refusal, Request
 from luthier.engines.local import LocalEngine
 from luthier.errors import ConfigError, TrainingError
 from luthier.loader.settings import media_of
-from luthier.media import MediaProcessor
 from luthier.media.files.decoding import DecodedImage
-from luthier.metrics.table import METRICS, Metric
+from luthier.media.processors.processor import MediaProcessor
+from luthier.metrics import METRICS, Metric
 from luthier.preparation.prepare import prepare
 from luthier.training.fit import fit
 from luthier.training.preflight import check_run
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 from luthier.training.rollouts.drawing import SLOTS
 from tests.families_matrix.matrix_cases import CASES
 from tests.families_matrix.matrix_product import make_product

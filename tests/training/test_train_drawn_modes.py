@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from tiny_rollouts import ROLLOUT, evenness, losses, micro_batch_counts, rollouts, step_gradients
 from tiny_runs import TINY, make_data, make_segments
 
+from luthier.engines import Completion, Refusal, Request
 from luthier.engines.answering import Answering
-from luthier.engines.engine import Completion, Refusal, Request
 from luthier.engines.local import LocalEngine
 from luthier.errors import TrainingError
-from luthier.metrics.table import METRICS, Metric
-from luthier.training.report.result import RunResult
-from luthier.training.rollouts.answer_groups import FOLDER, answers_file
+from luthier.metrics import METRICS, Metric
+from luthier.training.report import RunResult
+from luthier.training.rollouts import FOLDER, answers_file
 from luthier.training.rollouts.sampler_probes import Cause
 from luthier.training.trainer import Trainer
 

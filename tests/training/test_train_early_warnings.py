@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tiny_runs import make_data, make_segments
 
-from luthier.metrics.table import METRICS, Metric
+from luthier.metrics import METRICS, Metric
 from luthier.rewards.judging import DrawnAnswer, Judged
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 from luthier.training.rollouts.early_warnings import DEAD_STEPS, WINDOW, EarlyWarnings, StepAnswers
 
 Reward = Callable[[DrawnAnswer], float]

@@ -8,9 +8,9 @@ import torch
 from tiny_vlms import VLMS, alone_inputs, seen, tiny_vlm
 
 from luthier.errors import ModelError
-from luthier.media import MediaProcessor
+from luthier.media.processors.processor import MediaProcessor
+from luthier.models import families_of
 from luthier.models.encoders import Encoders, with_encoder_outputs
-from luthier.models.submodules import families_of
 from tests.conftest import refused
 from tests.media.tiny_processors import BUILDERS
 from tests.training.tiny_vlm_folders import filled

@@ -16,8 +16,8 @@ import luthier
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ModelError
+from luthier.models.adapted_code import restore_buffers
 from luthier.models.model import check_choices
-from luthier.models.older_code import restore_buffers
 from luthier.preparation.prepare import prepare
 from luthier.training.fit import fit
 from luthier.training.folder.artifacts import plain_tokenizer, save_tokenizer

@@ -27,7 +27,7 @@ from luthier.models import adapters
 from luthier.models.quantized import layers_to_quantize
 from luthier.training import fit as fit_module
 from luthier.training.fit import fit_data
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 from tests.media.media_files import image_file, picture
 
 Train = Callable[..., RunResult]

@@ -22,8 +22,8 @@ from luthier.errors import CheckpointError, TrainingError, UserError
 from luthier.records import Segment
 from luthier.training import fit as fit_module
 from luthier.training.fit import fit_data
+from luthier.training.report import Ended, RunResult
 from luthier.training.report.events import Event, Note, Saved, StepDone
-from luthier.training.report.result import Ended, RunResult
 
 Train = Callable[..., RunResult]
 DATA = make_data(make_segments(12), make_segments(5, seed=8))

@@ -10,7 +10,7 @@ from tiny_runs import make_data, make_segments
 
 from luthier.models.passes import ModelPass
 from luthier.records import Batch
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 
 
 @pytest.mark.parametrize("packing", ["none", "best_fit", "window"])

@@ -15,15 +15,16 @@ from torch import nn
 from torch.nn.attention import flex_attention as flex
 from transformers.integrations import flex_attention as wrapped
 
-from luthier.collation import CollateSettings, collate_packs, collate_trees
+from luthier.collation import CollateSettings
+from luthier.collation.collator import collate_packs, collate_trees
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.layout.trees import tree_mask
+from luthier.layout import tree_mask
 from luthier.models import model as loading
-from luthier.models.attention_inputs import Isolation, attention_inputs, layer_windows
 from luthier.models.isolation import choose_isolation
+from luthier.models.mixers import Isolation, attention_inputs, layer_windows
 from luthier.records import Batch, Pack
 from luthier.training.fit import fit_data
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{begins}")

@@ -18,8 +18,8 @@ from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 from luthier.errors import UserError
 from luthier.models.sharding import refuse_other_ways
 from luthier.training.fit import fit_data
+from luthier.training.report import RunResult
 from luthier.training.report.events import Event, Note
-from luthier.training.report.result import RunResult
 
 PROGRAM = Path(__file__).with_name("tiny_shards.py")
 ROWS, TURNS = 8, 6  # turns of a rank: more than there is to learn, so that some are idle

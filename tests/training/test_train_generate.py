@@ -22,10 +22,10 @@ from luthier.config.inputs import MediaConfig
 from luthier.config.loading import load_config
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import before_stop
+from luthier.engines import before_stop
 from luthier.errors import ConfigError
-from luthier.media import MediaProcessor, decode
-from luthier.media.files.decoding import DecodedAudio
+from luthier.media.files.decoding import DecodedAudio, decode
+from luthier.media.processors.processor import MediaProcessor
 from luthier.models.model import load_model
 from luthier.models.vocabulary import Vocabulary
 from luthier.presets import dataset_rows, model_folder

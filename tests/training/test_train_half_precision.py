@@ -12,17 +12,17 @@ from tiny_models import tiny_model, tree
 from tiny_rows import epoch_steps, run_data
 from torch import nn
 
-from luthier.collation import collate_packs, collate_trees
+from luthier.collation.collator import collate_packs, collate_trees
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.models.attention import SEGMENTS, register_attention
-from luthier.models.attention_inputs import Isolation, attention_inputs, layer_windows
+from luthier.models.mixers import Isolation, attention_inputs, layer_windows
 from luthier.models.passes import casting
-from luthier.objectives.head import Head
+from luthier.objectives import Head
 from luthier.objectives.hidden_loss import hidden_loss_sum
 from luthier.objectives.token_scores import token_scores
 from luthier.records import Batch, Pack
 from luthier.training.fit import fit_data
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 
 BF16 = torch.bfloat16
 SAMPLES = [tree(9, 5, 7, seed=1), tree(6, 11, 4, seed=2), tree(8, 6, seed=3)]
@@ -101,7 +101,7 @@ def test_the_head_in_chunks_is_as_near_as_its_products(
     to: torch.dtype, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits of 16 bits are summed in 32: what is left is the rounding of the products and of the gradients."""
-    monkeypatch.setattr("luthier.objectives.head.CHUNK_ELEMENTS", 7 * 300)
+    monkeypatch.setattr("luthier.objectives.CHUNK_ELEMENTS", 7 * 300)
     torch.manual_seed(0)
     hidden, weight, ids = torch.randn(50, 16).to(to), torch.randn(300, 16).to(to), torch.randint(300, (50,))
     for loss in (_token_loss, _scores):

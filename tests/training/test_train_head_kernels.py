@@ -20,18 +20,18 @@ from tiny_rows import epoch_steps, run_data
 from tiny_runs import make_config
 from torch import nn
 
-from luthier.collation import collate_packs
+from luthier.collation.collator import collate_packs
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
 from luthier.models.passes import OutputHead, find_head
-from luthier.objectives.head import KernelAnswer, KernelTask, LossKernel
+from luthier.objectives import KernelAnswer, KernelTask, LossKernel
 from luthier.records import Pack
 from luthier.training.fit import fit_data
 from luthier.training.losses import objective
 from luthier.training.losses.objective import choose_kernel
+from luthier.training.report import RunResult
 from luthier.training.report.events import Event, Note
 from luthier.training.report.report import Report
-from luthier.training.report.result import RunResult
 
 ROWS = 4
 TRIALS = 3  # of a kernel, before a run

@@ -20,10 +20,10 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from luthier.collation import collate_packs
+from luthier.collation.collator import collate_packs
 from luthier.errors import ModelError
 from luthier.models.passes import OutputHead, find_head, prove_head, score_targets
-from luthier.objectives.head import AnyHead, Head
+from luthier.objectives import AnyHead, Head
 from luthier.objectives.token_scores import token_scores
 from luthier.records import Pack
 

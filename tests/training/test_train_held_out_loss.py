@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from luthier.models.passes import Scored
-from luthier.objectives.head import Head
+from luthier.objectives import Head
 from luthier.records import Targets
-from luthier.training.losses.step_losses import ACCURACY, MicroLoss
+from luthier.training.losses import ACCURACY, MicroLoss
 from luthier.training.losses.tokens import TokenLosses
-from luthier.training.report.result import ENTROPY
+from luthier.training.report import ENTROPY
 
 HIDDEN_KD, WEIGHT_VD = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in ((6, 8), (50, 8)))
 LIKELIEST = int((WEIGHT_VD @ HIDDEN_KD[0]).argmax())

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tiny_runs import make_data, make_segments
 
-from luthier.metrics.table import METRICS, Metric, pass_at
+from luthier.metrics import METRICS, Metric, pass_at
+from luthier.training.report import GenerationRound, RunResult
 from luthier.training.report.report import Report, write_report
-from luthier.training.report.result import GenerationRound, RunResult
 
 
 def test_rounds_have_the_rewards_of_greedy_and_of_drawn_answers(

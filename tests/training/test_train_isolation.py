@@ -25,11 +25,12 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from luthier.collation import CollateSettings, collate_packs, collate_trees
+from luthier.collation import CollateSettings
+from luthier.collation.collator import collate_packs, collate_trees
 from luthier.errors import ModelError
 from luthier.models.attention import SEGMENTS, AttentionPlan
-from luthier.models.attention_inputs import Isolation
 from luthier.models.isolation import ChosenIsolation, choose_isolation
+from luthier.models.mixers import Isolation
 from luthier.records import Pack
 
 SIZES: dict[str, Any] = {

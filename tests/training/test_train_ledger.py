@@ -20,9 +20,9 @@ from luthier.records import Address
 from luthier.training.fit import fit_data
 from luthier.training.folder.artifacts import model_card
 from luthier.training.folder.run_folder import LOST_FILE, UNREADABLE_LINE, LostMediaRows, ledger_of_run
+from luthier.training.report import Ended, RunResult
 from luthier.training.report.events import Event, StepDone
 from luthier.training.report.report import Report
-from luthier.training.report.result import Ended, RunResult
 from luthier.training.trainer import Trainer
 
 ROWS = 23

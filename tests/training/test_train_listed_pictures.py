@@ -15,9 +15,9 @@ import luthier
 from luthier.check.verify.run import verify
 from luthier.config.choices import ModelPart
 from luthier.errors import ModelError
+from luthier.models import find_parts
+from luthier.models.adapted_code import list_pictures
 from luthier.models.model import reward_class
-from luthier.models.own_inputs import list_pictures
-from luthier.models.submodules import find_parts
 from luthier.prediction.predicting import PredictOptions, predict
 from luthier.records import Sample
 from tests.media.media_files import image_file, picture

@@ -16,11 +16,10 @@ from luthier.check.verify.run import verify
 from luthier.config.choices import ModelPart
 from luthier.errors import RowError
 from luthier.export.model_folder import ExportOptions, export_run
-from luthier.media.families import rules
-from luthier.media.families.family import Settings
-from luthier.media.processors.expansion import spoken
-from luthier.models.own_inputs import list_pictures
-from luthier.models.submodules import find_parts
+from luthier.media.families import Settings, rules
+from luthier.media.processors import spoken
+from luthier.models import find_parts
+from luthier.models.adapted_code import list_pictures
 from luthier.prediction.predicting import PredictOptions, predict
 from luthier.records import AudioHeader, Sample
 from tests.media.media_files import RATE, image_file, picture, tone, wav

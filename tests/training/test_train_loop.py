@@ -22,7 +22,7 @@ from luthier.errors import UserError
 from luthier.presets import model_folder
 from luthier.records import Batch
 from luthier.training.fit import fit_data
-from luthier.training.report.result import Ended, RunResult
+from luthier.training.report import Ended, RunResult
 from luthier.training.streams import TrainStream
 from tests.programs import run_program
 

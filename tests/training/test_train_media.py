@@ -17,7 +17,7 @@ from luthier.models.model import reward_class
 from luthier.preparation.prepare import prepare
 from luthier.training.fit import fit
 from luthier.training.folder.run_folder import LOST_FILE
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 from tests.media.media_files import image_file, picture
 from tests.media.tiny_folder import write_folder
 

@@ -21,22 +21,21 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
-from luthier.collation import CollateSettings, collate_packs, collate_trees
+from luthier.collation import CollateSettings
+from luthier.collation.collator import collate_packs, collate_trees
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
-from luthier.models import mixers
+from luthier.models import mixers, set_text_attention
 from luthier.models.attention import PLAN, SEGMENTS, AttentionPlan, register_attention
-from luthier.models.attention_inputs import Isolation
 from luthier.models.isolation import ChosenIsolation, choose_isolation
-from luthier.models.mixers import MIXERS, MixerCall, part_mixers, plan_calls
+from luthier.models.mixers import MIXERS, Isolation, MixerCall, part_mixers, plan_calls
 from luthier.models.passes import find_head, score_targets
-from luthier.models.submodules import set_text_attention
 from luthier.objectives.token_scores import token_scores
 from luthier.records import Batch, Pack
 from luthier.training.fit import fit_data
 from luthier.training.losses import reference_choice
+from luthier.training.report import RunResult
 from luthier.training.report.events import Note
-from luthier.training.report.result import RunResult
 
 CPU = torch.device("cpu")
 HOW = CollateSettings(packed=True, pad_token_id=0)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny_runs import make_data, make_segments
 
+from luthier.training.report import RunResult
 from luthier.training.report.events import Event, Note
-from luthier.training.report.result import RunResult
 
 Train = Callable[..., RunResult]
 

@@ -13,7 +13,7 @@ from tiny_rows import epoch_steps, run_data
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
 from luthier.training.fit import fit_data
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 
 LORA = {"adapter__type": "lora", "adapter__r": 4, "train__learning_rate": 2e-2}
 KEY = "objective.reference.name_or_path"

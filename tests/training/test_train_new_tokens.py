@@ -28,8 +28,8 @@ from luthier.models.vocabulary import Vocabulary, rows_left_out
 from luthier.objectives.token_scores import token_scores
 from luthier.records import Sample, Segment
 from luthier.training.fit import fit_data
+from luthier.training.report import RunResult
 from luthier.training.report.events import Note
-from luthier.training.report.result import RunResult
 
 OLD = 2048
 NEW = [2048, 2049]

@@ -17,9 +17,9 @@ from luthier.config.choices import Precision
 from luthier.errors import UserError
 from luthier.training.fit import idle_gpus
 from luthier.training.folder.artifacts import model_card
-from luthier.training.numerics import check_in_force, own_numerics
+from luthier.training.processes import check_in_force, own_numerics
+from luthier.training.report import RunResult
 from luthier.training.report.events import Note
-from luthier.training.report.result import RunResult
 
 Train = Callable[..., RunResult]
 DATA = make_data(make_segments(12))

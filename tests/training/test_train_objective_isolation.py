@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3 import modeling_qwen3
 
+from luthier import objectives as head
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
-from luthier.objectives import head
 from luthier.training.fit import fit_data
+from luthier.training.report import RunResult
 from luthier.training.report.events import Event, Note
-from luthier.training.report.result import RunResult
 from luthier.training.trainer import Trainer
 
 ROWS = 6

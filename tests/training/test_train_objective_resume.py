@@ -15,8 +15,8 @@ from luthier.training.fit import fit_data
 from luthier.training.folder.checkpoint import OBJECTIVE_STATE
 from luthier.training.losses.pairs import PairLosses
 from luthier.training.losses.verdicts import FeedbackLosses
+from luthier.training.report import RunResult
 from luthier.training.report.events import Event, StepDone
-from luthier.training.report.result import RunResult
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {"name": "dpo"},

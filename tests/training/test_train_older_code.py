@@ -22,10 +22,10 @@ from luthier.config.schema import RunConfig
 from luthier.errors import ModelError, RowError
 from luthier.media.geometry.pictures import fit_in_steps
 from luthier.media.processors.processor import MediaProcessor
+from luthier.models import find_parts
+from luthier.models.adapted_code import in_older_code, restore_buffers
 from luthier.models.batch_invariance import hook
 from luthier.models.model import check_choices, reward_class
-from luthier.models.older_code import in_older_code, restore_buffers
-from luthier.models.submodules import find_parts
 from luthier.prediction.predicting import PredictOptions, predict
 from luthier.records import ImageHeader, Sample
 from tests.conftest import reason_is

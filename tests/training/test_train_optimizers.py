@@ -28,7 +28,7 @@ from luthier.presets import model_folder
 from luthier.training.fit import fit_data
 from luthier.training.folder.state import optimizer_state, put_optimizer_state, read_state, write_state
 from luthier.training.optimizer import make_optimizer, training_arguments
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 from luthier.training.updates import BackwardUpdates, OffloadedOptimizer
 from scripts.doc_tables import optimizer_table
 

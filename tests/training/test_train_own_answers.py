@@ -15,16 +15,16 @@ from tiny_runs import make_config, make_data, make_segments
 from luthier.config.loading import load_draft
 from luthier.config.objective import Learned
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion, Finish
+from luthier.engines import Completion, Finish
 from luthier.errors import ConfigError, ModelError
-from luthier.metrics.table import METRICS, Metric
+from luthier.metrics import METRICS, Metric
 from luthier.objectives.policy_losses import Advantage
 from luthier.records import Address
 from luthier.training.fit import fit_data
 from luthier.training.generate import Question
-from luthier.training.losses.step_losses import token_settings
-from luthier.training.report.result import RunResult
-from luthier.training.rollouts.answer_groups import BELOW_BAR, NOT_CHOSEN, AnswerChoice, AnswerGroup, Fate, fates
+from luthier.training.losses import token_settings
+from luthier.training.report import RunResult
+from luthier.training.rollouts import BELOW_BAR, NOT_CHOSEN, AnswerChoice, AnswerGroup, Fate, fates
 from luthier.training.rollouts.talks import ModelCall, Trajectory, answer_tree
 
 Train = Callable[..., RunResult]

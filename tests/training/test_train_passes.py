@@ -18,9 +18,9 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.models.passes import ModelPass
 from luthier.records import Batch
 from luthier.training.fit import fit_data
+from luthier.training.losses import learned_from
 from luthier.training.losses.references import ReferenceModel
-from luthier.training.losses.step_losses import learned_from
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 
 ROWS, STEPS = 8, 3
 PADDED = {"train__per_device_train_batch_size": 3, "eval__per_device_eval_batch_size": 3}

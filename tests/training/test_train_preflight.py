@@ -592,7 +592,7 @@ def started(folder: Path, *overrides: str, before: str = "") -> subprocess.Compl
     """``luthier train`` in a process of its own; the exit code says by 10 more that torch was imported."""
     (folder / "run.yaml").write_text(GOOD)
     code = (
-        f"import sys; {before}\nfrom luthier.cli.main import run\n"
+        f"import sys; {before}\nfrom luthier.__main__ import run\n"
         f"code = run(['train', 'run.yaml', *{list(overrides)!r}])\n"
         "sys.exit(code + 10 * ('torch' in sys.modules))"
     )

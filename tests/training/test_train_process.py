@@ -22,8 +22,8 @@ from tiny_runs import make_config, make_data, make_segments
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.training import fit
 from luthier.training.fit import fit_data
-from luthier.training.ranks import lost_ranks
-from luthier.training.report.result import RunResult
+from luthier.training.processes import lost_ranks
+from luthier.training.report import RunResult
 from tests.conftest import HANG_SECONDS
 
 Train = Callable[..., RunResult]

@@ -45,8 +45,8 @@ from luthier.models.quantized import check_stored, is_quantized, quantization_no
 from luthier.models.vocabulary import Vocabulary
 from luthier.training.assemble import make_model
 from luthier.training.fit import fit_data
+from luthier.training.report import RunResult
 from luthier.training.report.events import Event, Note
-from luthier.training.report.result import RunResult
 from luthier.training.streams import World
 
 Train = Callable[..., RunResult]

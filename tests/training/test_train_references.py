@@ -19,8 +19,8 @@ from luthier.records import Batch
 from luthier.training.fit import fit_data
 from luthier.training.losses import references
 from luthier.training.losses.references import PrecomputedReference, ReferenceModel
+from luthier.training.report import RunResult
 from luthier.training.report.events import Event, Note
-from luthier.training.report.result import RunResult
 
 LORA = {"adapter__type": "lora", "adapter__r": 4, "train__learning_rate": 2e-2}
 CHANCE = math.log(2)  # DPO's loss of a model that is its own reference

@@ -33,8 +33,8 @@ from luthier.presets import dataset_rows
 from luthier.records import Message, Segment, Text
 from luthier.rewards.function_process import NoReward
 from luthier.rewards.judging import DrawnAnswer
-from luthier.training.report.result import RunResult
-from luthier.training.rollouts.answer_groups import ledger_of_answers, remove_other_ranks
+from luthier.training.report import RunResult
+from luthier.training.rollouts import ledger_of_answers, remove_other_ranks
 from luthier.training.rollouts.reward_models import MEDIA, reward_judges
 
 Train = Callable[..., RunResult]

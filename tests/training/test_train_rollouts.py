@@ -22,16 +22,15 @@ from tiny_runs import make_config, make_data, make_segments
 from luthier.config.loading import load_draft
 from luthier.config.objective import losses_of
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion, Refusal, Request
+from luthier.engines import Completion, Refusal, Request
 from luthier.engines.local import LocalEngine
 from luthier.errors import CheckpointError, ConfigError, TrainingError, UserError
 from luthier.loader.settings import train_settings
-from luthier.metrics.table import METRICS, Metric
+from luthier.metrics import METRICS, Metric
 from luthier.training.fit import fit_data
 from luthier.training.preflight import check_run
-from luthier.training.report.result import RunResult
-from luthier.training.rollouts import drawing
-from luthier.training.rollouts.answer_groups import FOLDER
+from luthier.training.report import RunResult
+from luthier.training.rollouts import FOLDER, drawing
 from luthier.training.rollouts.drawing import NO_QUESTION
 
 Train = Callable[..., RunResult]

@@ -23,7 +23,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from luthier.errors import ModelError
 from luthier.models.routers import find_routers, loads_of
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 
 Train = Callable[..., RunResult]
 DATA = make_data(make_segments(12))

@@ -13,14 +13,14 @@ import pytest
 import torch
 from tiny_runs import make_data, make_segments
 
-from luthier.engines.engine import Completion, Finish, Refusal, Request
+from luthier.engines import Completion, Finish, Refusal, Request
 from luthier.engines.local import NO_ADAPTER, LocalEngine
 from luthier.errors import TrainingError
-from luthier.metrics.table import METRICS, Metric
+from luthier.metrics import METRICS, Metric
 from luthier.models.passes import ModelPass
 from luthier.objectives.policy_losses import GapSums
 from luthier.rewards.judging import Judged, RewardJudge
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 from luthier.training.rollouts import drawing
 from luthier.training.rollouts.early_warnings import NUMBERS
 from luthier.training.rollouts.sampler_probes import Cause, ScoredAnswer, cause_of, visible_fault

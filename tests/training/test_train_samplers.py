@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from luthier.config.loading import load_config, load_draft
 from luthier.encoding.encoder import Encoder
-from luthier.engines.delivered import WeightsTaker, digest_of, folder_of
-from luthier.engines.engine import WeightsName
-from luthier.engines.local import LocalEngine
+from luthier.engines import WeightsName
+from luthier.engines.local import LocalEngine, WeightsTaker, digest_of, folder_of
 from luthier.errors import ConfigError, SamplerLost, TrainingError, UserError
-from luthier.metrics.table import METRICS, Metric
+from luthier.metrics import METRICS, Metric
+from luthier.training.report import RunResult
 from luthier.training.report.events import Saved
-from luthier.training.report.result import RunResult
 from tests.serve.conftest import TOKEN, Running, running
 
 Train = Callable[..., RunResult]

@@ -18,9 +18,9 @@ from luthier.loader.plan import StreamPlan
 from luthier.loader.reader import PlannedMicroBatch
 from luthier.loader.settings import plan_of_run, train_settings, warmup_steps
 from luthier.loader.stream_state import LoaderState
+from luthier.packing import PlanSettings, SegmentTable
 from luthier.packing.epoch import plan_epoch, source_counts
 from luthier.packing.planner import EpochPlanner
-from luthier.packing.settings import PlanSettings, SegmentTable
 from luthier.training.callbacks import Flow
 from luthier.training.streams import FEW_STEPS, length_notes, ways_to_more_steps
 

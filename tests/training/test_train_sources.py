@@ -17,15 +17,14 @@ from transformers import AutoModelForCausalLM
 
 from luthier.collation import CollateSettings
 from luthier.config.choices import Packing
-from luthier.objectives.measures import Measure
+from luthier.objectives import Measure
 from luthier.objectives.token_losses import token_loss_sum
-from luthier.packing.settings import PlanSettings
+from luthier.packing import PlanSettings
 from luthier.records import Batch, Segment
 from luthier.training.data import distinct_names
-from luthier.training.losses import tokens
-from luthier.training.losses.step_losses import ACCURACY, LossSums, MicroLoss, by_source
+from luthier.training.losses import ACCURACY, LossSums, MicroLoss, by_source, tokens
+from luthier.training.report import EvalRecord, RunResult, StepRecord
 from luthier.training.report.events import Event, StepDone
-from luthier.training.report.result import EvalRecord, RunResult, StepRecord
 from luthier.training.streams import train_stream
 
 Train = Callable[..., RunResult]

@@ -10,7 +10,7 @@ from tiny_runs import make_plan, make_segments, make_table
 from luthier.collation import CollateSettings
 from luthier.config.choices import Packing
 from luthier.loader.numbered_rows import RowTable
-from luthier.packing.settings import PlanSettings
+from luthier.packing import PlanSettings
 from luthier.records import Batch
 from luthier.training.streams import EvalStream, TrainStream, train_stream
 

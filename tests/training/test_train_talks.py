@@ -18,15 +18,14 @@ from luthier.config.inputs import ModelConfig, SourceConfig, TemplateConfig
 from luthier.config.rollout import CodeConfig, RolloutConfig
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.encoder import Encoder
-from luthier.engines.engine import Completion, Finish, Ids, Request
+from luthier.engines import Completion, Finish, Ids, Request
 from luthier.engines.next_tokens import BatchRow
 from luthier.errors import UserError
 from luthier.presets import tokenizer_folder
 from luthier.records import MediaItem, Segment
 from luthier.rewards.function_process import EnvironmentProcess, ToolBox
-from luthier.sources import open_sources
-from luthier.sources.source import RowsByAddress
-from luthier.training.rollouts.answer_groups import FOLDER
+from luthier.sources.source import RowsByAddress, open_sources
+from luthier.training.rollouts import FOLDER
 from luthier.training.rollouts.talks import CHANGED, MALFORMED, Talks, Trajectory, answer_tree
 from tests.conftest import children
 from tests.training.tiny_runs import TINY

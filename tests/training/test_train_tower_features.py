@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 from ranks import run_ranks
 
-from luthier.collation import grid
+from luthier import collation as grid
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ModelError, StoreError
-from luthier.media.feature_files import FeatureFiles, ItemFeatures, join_encoded
+from luthier.media import FeatureFiles, ItemFeatures, join_encoded
 from luthier.models.encoders import Encoders
 from luthier.preparation.prepare import prepare
 from luthier.training.fit import fit
 from luthier.training.losses import tower_features
 from luthier.training.losses.tower_features import FOLDER
+from luthier.training.report import RunResult
 from luthier.training.report.events import Event, Note
-from luthier.training.report.result import RunResult
 from tests.conftest import refused
 from tests.media.media_files import image_file, picture
 from tests.training.test_train_media import config_of, losses, write_rows

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from luthier.encoding import as_prompt
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.interface import as_prompt
 from luthier.encoding.replies import DrawnTurn, prompt_of_turns
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion, Finish
+from luthier.engines import Completion, Finish
 from luthier.presets import tokenizer_folder
 from luthier.records import Address, Conversation, Message, Text, Thinking, ToolCall
 from luthier.rendering.replies.learning import declared

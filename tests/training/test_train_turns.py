@@ -17,8 +17,8 @@ from luthier.errors import CheckpointError
 from luthier.models.isolation import ChosenIsolation
 from luthier.models.isolation import Trial as IsolationTrial
 from luthier.training.fit import fit_data
+from luthier.training.report import RunResult
 from luthier.training.report.events import Event, Note, StepDone
-from luthier.training.report.result import RunResult
 
 ROWS, TURNS = 6, 5
 PLAIN = {"train__optim": "sgd", "train__learning_rate": 0.05}  # Adam would blow up the noise of tiny gradients

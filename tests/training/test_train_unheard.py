@@ -20,11 +20,11 @@ from luthier.config.inputs import QuantizationConfig
 from luthier.config.schema import AdapterConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
+from luthier.models import cast_to, read_past
 from luthier.models.adapter_files import quiet_peft
 from luthier.models.adapter_targets import collapse, left_out
 from luthier.models.adapters import apply_adapter
 from luthier.models.quantized import kept_modules, layers_to_quantize, loading_config
-from luthier.models.submodules import cast_to, read_past
 from luthier.training.fit import fit_data
 from luthier.training.report.events import Note
 

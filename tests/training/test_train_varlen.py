@@ -13,15 +13,16 @@ from tiny_models import MODELS, WINDOW, tiny_model, tree
 from tiny_rows import epoch_steps, run_data
 from torch import nn
 
-from luthier.collation import CollateSettings, collate_packs
+from luthier.collation import CollateSettings
+from luthier.collation.collator import collate_packs
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
 from luthier.models import model as loading
-from luthier.models.attention_inputs import Isolation, attention_inputs
 from luthier.models.isolation import choose_isolation
+from luthier.models.mixers import Isolation, attention_inputs
 from luthier.records import Batch, Pack
 from luthier.training.fit import fit_data
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 
 CPU = torch.device("cpu")
 LEAVES = [

@@ -18,6 +18,7 @@ from luthier.models.model import run_precision
 from luthier.training.callbacks import evaluations_without_gain
 from luthier.training.folder.run_folder import differences
 from luthier.training.optimizer import training_arguments
+from luthier.training.report import EvalRecord, GenerationRecord, GenerationRound, StepRecord
 from luthier.training.report.events import (
     Finished,
     LogFile,
@@ -29,7 +30,6 @@ from luthier.training.report.events import (
     StepDone,
     read_log,
 )
-from luthier.training.report.result import EvalRecord, GenerationRecord, GenerationRound, StepRecord
 from tests.conftest import refused
 
 

@@ -14,13 +14,12 @@ from tiny_vlms import VLMS, Seen, alone_inputs, packed_batch, padded_inputs, see
 
 from luthier.collation import CollateSettings
 from luthier.errors import ModelError
-from luthier.layout.trees import seen_blocks, tree_mask
-from luthier.models import mixers
+from luthier.layout import seen_blocks, tree_mask
+from luthier.models import MediaNeeds, mixers, set_text_attention, text_attention
 from luthier.models.attention import SEGMENTS, AttentionPlan, BlockReach, plan_attention
-from luthier.models.attention_inputs import Isolation, tree_mask_mod
 from luthier.models.isolation import ChosenIsolation, choose_isolation
+from luthier.models.mixers import Isolation, tree_mask_mod
 from luthier.models.passes import find_head, prove_head, score_targets
-from luthier.models.submodules import MediaNeeds, set_text_attention, text_attention
 from luthier.objectives.token_scores import token_scores
 from luthier.records import Batch, Branch
 

@@ -18,18 +18,19 @@ from transformers import AutoModelForMultimodalLM, CLIPImageProcessor, LlavaProc
 from luthier.config.choices import AdapterType, ModelPart
 from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
-from luthier.media import MediaProcessor
-from luthier.models import adapter_files, adapters
-from luthier.models.encoders import blank_features, needed_blanks, run_blanks
-from luthier.models.model import LoadedModel, load_model
-from luthier.models.submodules import (
+from luthier.media.processors.processor import MediaProcessor
+from luthier.models import (
     MediaNeeds,
     ModelParts,
+    adapter_files,
+    adapters,
     find_parts,
     model_needs,
     set_text_attention,
     text_attention,
 )
+from luthier.models.encoders import blank_features, needed_blanks, run_blanks
+from luthier.models.model import LoadedModel, load_model
 from luthier.models.vocabulary import Vocabulary
 from tests.conftest import refused
 

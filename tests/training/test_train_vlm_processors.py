@@ -17,8 +17,8 @@ from tiny_vlms import BOTH, SEE, TEXT, WINDOW
 import luthier
 from luthier.collation import CollateSettings, MediaInputs
 from luthier.layout.position_schemes import token_types
+from luthier.models import model_needs, text_attention
 from luthier.models.isolation import choose_isolation
-from luthier.models.submodules import model_needs, text_attention
 from luthier.records import Sample
 from tests.media.media_files import image_file, picture
 from tests.media.tiny_av_processors import gemma3n, gemma4

@@ -19,7 +19,7 @@ from luthier.config.objective import LOSSES, ObjectiveConfig, losses_of
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.presets import model_folder
 from luthier.training.fit import fit_data
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 
 PAIR_LOSSES = losses_of("dpo")
 

@@ -16,7 +16,7 @@ from tiny_rollouts import evenness, micro_batch_counts, step_gradients
 from tiny_runs import make_config, make_data, make_segments
 
 from luthier.encoding.tokenizer import load_tokenizer
-from luthier.metrics.table import METRICS, Metric
+from luthier.metrics import METRICS, Metric
 from luthier.training.fit import fit_data
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from luthier.objectives.head import KernelAnswer, KernelTask, LigerKernel, LossKernel
+from luthier.objectives import KernelAnswer, KernelTask, LigerKernel, LossKernel
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 Lie = Callable[[KernelAnswer], KernelAnswer]

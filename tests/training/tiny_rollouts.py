@@ -12,8 +12,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from luthier.models.sharding import undivided
-from luthier.training.report.result import RunResult
-from luthier.training.rollouts.answer_groups import FOLDER
+from luthier.training.report import RunResult
+from luthier.training.rollouts import FOLDER
 from luthier.training.rollouts.drawing import Rollouts
 
 ROLLOUT = {"prompts_per_step": 4, "answers": 3, "max_new_tokens": 6, "min_finished": 0.0, "rewards": ["evenness"]}

@@ -11,10 +11,10 @@ from tiny_runs import make_config
 
 from luthier.config.schema import RunConfig
 from luthier.ledger import Ledger
-from luthier.preparation.prepared import Prepared, PreparedSet, SourceInfo
+from luthier.preparation import Prepared, PreparedSet, SourceInfo
 from luthier.records import Branch, Sample
+from luthier.store import SampleStore, StoreWriter, row_key
 from luthier.store.format import freeze_sample
-from luthier.store.store import SampleStore, StoreWriter, row_key
 from luthier.training.data import RunData, open_run_data
 
 FINGERPRINT = "ef" * 32

@@ -13,8 +13,8 @@ from torch import nn
 from luthier.config.schema import RunConfig
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.plan import StreamPlan
+from luthier.packing import PlanSettings, SegmentTable
 from luthier.packing.order import MixtureSettings, RowOrder
-from luthier.packing.settings import PlanSettings, SegmentTable
 from luthier.records import Address, Segment
 from luthier.training.data import RunData
 

@@ -23,7 +23,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from luthier.errors import ModelError
 from luthier.models.passes import find_head, score_targets
 from luthier.models.sharding import give_up_gathered, is_sharded, shard, undivided, whole_weights
-from luthier.objectives.head import AnyHead
+from luthier.objectives import AnyHead
 from luthier.objectives.hidden_loss import hidden_loss_sum
 from luthier.objectives.token_scores import token_scores
 

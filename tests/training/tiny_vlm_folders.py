@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers as hf
 
-from luthier.media import MediaProcessor
+from luthier.media.processors.processor import MediaProcessor
 from tests.media.test_media_watching_models import TEXT
 from tests.media.test_media_watching_models import qwen3_vl as qwen3_vl_model
 from tests.media.tiny_folder import write_folder

@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from luthier.config.choices import ModelPart
 from luthier.config.schema import AdapterConfig
+from luthier.models import find_parts
 from luthier.models.adapters import apply_adapter
-from luthier.models.attention_inputs import Isolation
 from luthier.models.encoders import BlankMedia, needed_blanks
 from luthier.models.isolation import ChosenIsolation
+from luthier.models.mixers import Isolation
 from luthier.models.passes import ModelPass, find_head
-from luthier.models.submodules import find_parts
 from luthier.records import Batch
 
 ALL = AdapterConfig(train_parts=list(ModelPart))

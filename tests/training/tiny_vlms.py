@@ -12,10 +12,10 @@ import transformers as hf
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerForConditionalGeneration
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
 
-from luthier.collation import collate_packs, collate_trees
+from luthier.collation.collator import collate_packs, collate_trees
 from luthier.layout.mrope import mrope_positions, packed_mrope
 from luthier.layout.position_schemes import MediaGrids, position_scheme, token_types
-from luthier.models.submodules import MediaNeeds
+from luthier.models import MediaNeeds
 from luthier.records import Batch, Branch, Pack, Sample, Segment
 
 IMAGE, VIDEO, START, END, SOUND, SOUND_START, SOUND_END = 180, 181, 182, 183, 184, 185, 186

@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers as hf
 
-from luthier.media.processors.older_classes import call_as_newer, offer_older_names
-from luthier.models.older_code import in_older_code
+from luthier.media.processors.calling import call_as_newer, offer_older_names
+from luthier.models.adapted_code import in_older_code
 from tests.media.tiny_processors import tiny_tokenizer
 
 CODE = Path(__file__).with_name("code_of_youtu_vl")

@@ -13,8 +13,8 @@ from luthier.config.loading import load_config
 from luthier.encoding.encoder import Encoder
 from luthier.preparation.prepare import prepare
 from luthier.training.fit import fit
+from luthier.training.report import StepRecord
 from luthier.training.report.events import Event, Started, StepDone
-from luthier.training.report.result import StepRecord
 
 
 def main() -> None:

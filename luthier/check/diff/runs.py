@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from luthier.check.diff.row_changes import Change, Comparison, FirstDifference, Lesson
+from luthier.check.diff import Change, Comparison, FirstDifference, Lesson
 from luthier.config.choices import Overflow
 from luthier.config.inputs import DataConfig
 from luthier.config.schema import RunConfig
@@ -24,8 +24,8 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowDropped, RowError
 from luthier.layout.cutting import cut_segment
 from luthier.records import Address, Row, Sample, Segment
-from luthier.sources import RowBytes, Source
-from luthier.sources.rows import decode_row
+from luthier.sources import RowBytes, decode_row
+from luthier.sources.source import Source
 
 BATCH_ROWS = 256  # rows that are encoded together: enough to be quick, few enough that memory stays flat
 

@@ -11,10 +11,10 @@ from rich.padding import Padding
 from rich.table import Column
 from rich.text import Text
 
-from luthier.check.diff.row_changes import CHARACTERS_PER_TOKEN, Change, Excerpt, ExcerptToken, repeats
+from luthier.check.diff import CHARACTERS_PER_TOKEN, Change, Excerpt, ExcerptToken, repeats
 from luthier.check.diff.runs import RowChange, RunDiff
+from luthier.check.show import CLOSE, OPEN, lines_visible, visible
 from luthier.check.show.html import render, spaces_visible
-from luthier.check.show.token_text import CLOSE, OPEN, lines_visible, visible
 from luthier.terminal import plain_table
 from luthier.writing import counted, shortened
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from luthier.check.plan.work import ONE_STEP
-from luthier.models.submodules import find_parts, plain_model
+from luthier.models import find_parts, plain_model
 
 _ADAPTERS = ("lora_", "vera_", "oft_")  # how the modules of adapters are called
 _FIRST = ("q", "k", "v", "wq", "wk", "wv", "in_proj", "c_attn")  # how the names of attention's first matrices begin

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.check.plan.costs import LongRow, MediaCount, MediaItems, longest_rows
+from luthier.check.plan import LongRow, MediaCount, MediaItems, longest_rows
 from luthier.config.choices import Overflow
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.metrics.texts import words
-from luthier.preparation.prepared import Prepared, PreparedSet
+from luthier.preparation import Prepared, PreparedSet
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Sample, Segment
 from luthier.writing import counted

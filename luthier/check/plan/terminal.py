@@ -12,12 +12,12 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from luthier.check.plan.costs import DataPlan, DrawingPlan, LongRow, MediaCount, RunPlan
+from luthier.check.plan import DataPlan, DrawingPlan, LongRow, MediaCount, RunPlan
 from luthier.check.plan.estimate import GIB, Device, Estimate, Memory
 from luthier.check.plan.stats import Distribution, SourceStats, Stats
 from luthier.ledger import rows_beside
-from luthier.packing.settings import UnitKind
-from luthier.rendering.messages import PLURAL
+from luthier.packing import UnitKind
+from luthier.rendering import PLURAL
 from luthier.terminal import facts_table, plain_table
 from luthier.writing import counted
 

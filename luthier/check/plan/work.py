@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from luthier.config.choices import Packing
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
+from luthier.packing import PATCH_COST, SegmentTable
 from luthier.packing.epoch import EpochPlan
-from luthier.packing.settings import PATCH_COST, SegmentTable
 
 if TYPE_CHECKING:
     import torch

@@ -24,29 +24,23 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 from numpy.typing import NDArray
 
+from luthier.check.show import item_words, lines_visible, source_name
 from luthier.check.show.token_origins import MEDIA, PROMPT, STOP, TEMPLATE, TOOLS, TokenOrigin
-from luthier.check.show.token_text import item_words, lines_visible, source_name
 from luthier.check.show.view import RowView, SegmentView, TokenView, shown_spans
 from luthier.errors import RowError
-from luthier.media import MediaAccess, MediaKind, MediaProcessor, decode, sampled_frames
-from luthier.media.files.decoding import DecodedAudio, DecodedImage, DecodedVideo
+from luthier.media.families import MediaKind
+from luthier.media.files import MediaAccess
+from luthier.media.files.decoding import DecodedAudio, DecodedImage, DecodedVideo, decode
+from luthier.media.geometry.videos import sampled_frames
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import AudioHeader, ImageHeader, MediaItem, VideoHeader
 from luthier.writing import counted, printable
 
 if TYPE_CHECKING:
     import PIL.Image
 
-VOICES = (
-    "system",
-    "user",
-    "assistant",
-    "tool",
-    "tools",
-    "template",
-    "text",
-    "media",
-    "unknown",
-)  # in the order of the legend
+# in the order of the legend
+VOICES = ("system", "user", "assistant", "tool", "tools", "template", "text", "media", "unknown")
 
 
 Previews = Sequence[Sequence["Preview"]]  # of each row's media; nothing at all: they are told in words alone

@@ -19,9 +19,9 @@ from luthier.encoding.pieces import split_expansion
 from luthier.encoding.shortening import SHORTENED
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError, SourceError, StoreError
-from luthier.layout.trees import token_weights
-from luthier.packing.settings import UnitKind
-from luthier.preparation.prepared import PreparedSet
+from luthier.layout import token_weights
+from luthier.packing import UnitKind
+from luthier.preparation import PreparedSet
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import (
     Address,
@@ -40,9 +40,10 @@ from luthier.records import (
     TextPiece,
     Tokenized,
 )
-from luthier.rendering.messages import ControlTokens
-from luthier.sources import RowBytes, Source
+from luthier.rendering import ControlTokens
+from luthier.sources import RowBytes
 from luthier.sources.origins import LocalFiles, Origin
+from luthier.sources.source import Source
 from luthier.writing import counted
 
 

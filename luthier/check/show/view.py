@@ -12,10 +12,10 @@ from itertools import groupby
 
 import numpy as np
 
-from luthier.check.show import token_text
+from luthier.check import show
 from luthier.check.show.token_origins import SegmentOrigin, TokenOrigin
-from luthier.collation import paths_of_row
-from luthier.layout.trees import leaves
+from luthier.collation.collator import paths_of_row
+from luthier.layout import leaves
 from luthier.records import IGNORE_INDEX, Batch, MediaItem, Pack, Sample, Segment
 from luthier.writing import counted
 
@@ -130,7 +130,7 @@ class RowView:
 
 def show_sample(
     sample: Sample,
-    vocabulary: token_text.TokenDecoder,
+    vocabulary: show.TokenDecoder,
     *,
     control: Collection[int] = (),
     origins: Sequence[SegmentOrigin] | None = None,
@@ -147,7 +147,7 @@ def show_sample(
 
 def show_pack(
     pack: Pack,
-    vocabulary: token_text.TokenDecoder,
+    vocabulary: show.TokenDecoder,
     *,
     title: str,
     control: Collection[int] = (),
@@ -163,7 +163,7 @@ def show_pack(
 
 def show_batch(
     batch: Batch,
-    vocabulary: token_text.TokenDecoder,
+    vocabulary: show.TokenDecoder,
     *,
     title: str,
     control: Collection[int] = (),
@@ -189,14 +189,14 @@ def show_batch(
 
 def _row_view(
     columns: Columns,
-    vocabulary: token_text.TokenDecoder,
+    vocabulary: show.TokenDecoder,
     *,
     title: str,
     control: Collection[int],
     origins: Sequence[SegmentOrigin] | None,
 ) -> RowView:
     bounds = [*columns.starts, len(columns.ids)]
-    items = token_text.numbers_along(columns.media, len(columns.ids))
+    items = show.numbers_along(columns.media, len(columns.ids))
     tokens: list[TokenView] = []
     segments: list[SegmentView] = []
     for number, address in enumerate(columns.addresses):
@@ -241,9 +241,9 @@ def _segment_view(address: str, tokens: Sequence[TokenView], origin: SegmentOrig
 
 
 def _segment_tokens(
-    columns: Columns, span: range, vocabulary: token_text.TokenDecoder, control: Collection[int]
+    columns: Columns, span: range, vocabulary: show.TokenDecoder, control: Collection[int]
 ) -> Iterator[TokenView]:
-    texts = token_text.token_texts(columns.ids[span.start : span.stop], vocabulary)
+    texts = show.token_texts(columns.ids[span.start : span.stop], vocabulary)
     for index, text in zip(span, texts, strict=True):
         # the label before a token is the token, if it is a target; a segment's first token never is
         target = index > span.start and columns.labels[index - 1] != IGNORE_INDEX
@@ -303,7 +303,7 @@ def pack_columns(pack: Pack) -> Columns:
         starts=[sum(lengths[:number]) for number in range(len(lengths))],
         addresses=[str(segment.address) for segment in pack.segments],
         num_padding=0,
-        media=token_text.placed_media(pack.segments),
+        media=show.placed_media(pack.segments),
     )
 
 
@@ -416,20 +416,14 @@ def shown_spans(tokens: Sequence[TokenView]) -> Iterator[Sequence[TokenView]]:
         if item is not None:
             yield neighbours
             continue
-        for span in token_text.spans(
-            [token_text.TokenText(text=token.text, tokens=token.num_tokens) for token in neighbours]
-        ):
+        for span in show.spans([show.TokenText(text=token.text, tokens=token.num_tokens) for token in neighbours]):
             yield neighbours[span.start : span.stop]
 
 
 def span_text(span: Sequence[TokenView], media: Sequence[MediaItem]) -> str:
     """The text of a span of `shown_spans`; of a media item its words, ``⟨image 300×168 · 50 tokens⟩``."""
     number = span[0].media
-    return (
-        span[0].text
-        if number is None
-        else f"{token_text.OPEN_ITEM}{token_text.item_words(media[number])}{token_text.CLOSE_ITEM}"
-    )
+    return span[0].text if number is None else f"{show.OPEN_ITEM}{show.item_words(media[number])}{show.CLOSE_ITEM}"
 
 
 def _media_left(pack: Pack, lost: dict[int, str]) -> tuple[MediaItem, ...]:
@@ -437,7 +431,7 @@ def _media_left(pack: Pack, lost: dict[int, str]) -> tuple[MediaItem, ...]:
         Segment(input_ids=segment.input_ids, target=segment.target) if number in lost else segment
         for number, segment in enumerate(pack.segments)
     ]
-    return token_text.placed_media(kept)
+    return show.placed_media(kept)
 
 
 def _labels(segment: Segment) -> list[int]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count, islice
 
-from luthier.check.verify.findings import Check, Method
+from luthier.check.verify import Check, Method
 from luthier.check.verify.plain_template import PlainTemplate, Tools
 from luthier.check.verify.policy import (
     changed_leaves,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
+from luthier.check.verify import Method
 from luthier.check.verify.completions import CompletionReading, NeutralRow, Said, strings_of
-from luthier.check.verify.findings import Method
 from luthier.check.verify.plain_template import Printer, thinking_switches
 from luthier.check.verify.policy import changed_strings
 from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from luthier.check.verify import Check, Method
 from luthier.check.verify.completions import CompletionReading, Finding, NeutralRow, Said, neutralise
 from luthier.check.verify.cuts import Cut, RenderedCase, cut_elsewhere, cut_turn, cut_under
-from luthier.check.verify.findings import Check, Method
 from luthier.check.verify.media_slots import ExpandedTemplate, MediaReader, RowMedia, media_of_messages
 from luthier.check.verify.plain_template import PlainTemplate, Printer, thinking_switches
 from luthier.check.verify.policy import RowPolicy, RunPolicy, TurnPolicy, as_rendered, row_policy

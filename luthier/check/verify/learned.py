@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.check.verify import Check, Token, Violation
 from luthier.check.verify.expected import ExpectedTurn
-from luthier.check.verify.findings import Check, Token, Violation
 from luthier.check.verify.policy import LearnedText, TurnPolicy, missing_of_part
 from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer, first_difference
 from luthier.records import Segment

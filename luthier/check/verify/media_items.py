@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.check.show.token_text import header_words, numbers_along
+from luthier.check.show import header_words, numbers_along
+from luthier.check.verify import Check, Method, Violation
 from luthier.check.verify.expected import ExpectedRow, ExpectedTurn
-from luthier.check.verify.findings import Check, Method, Violation
 from luthier.check.verify.learned import Runs
 from luthier.check.verify.media_slots import MediaReader, RowMedia, media_of
 from luthier.check.verify.plain_template import KINDS

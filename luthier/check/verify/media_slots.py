@@ -17,7 +17,10 @@ from typing import Any
 
 from luthier.check.verify.plain_template import KINDS, PlainTemplate, Tools
 from luthier.errors import RowError
-from luthier.media import MediaAccess, MediaProcessor, own_template, probe
+from luthier.media import own_template
+from luthier.media.files import MediaAccess
+from luthier.media.files.decoding import probe
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import Audio, Image, Media, MediaHeader, Message, Part, Text, Video
 from luthier.writing import counted
 

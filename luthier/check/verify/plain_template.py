@@ -23,11 +23,12 @@ from jinja2.meta import find_undeclared_variables
 
 from luthier.config.inputs import MediaConfig, ModelConfig, TemplateConfig
 from luthier.errors import RowError, TokenizerError
-from luthier.media import PROCESSOR_FILES, decoder_of, opens_prompts
+from luthier.media.families.table import decoder_of, opens_prompts
+from luthier.media.processors.processor import PROCESSOR_FILES
 from luthier.presets import tokenizer_folder
 from luthier.presets.named_templates import named_template, stop_tokens
 from luthier.records import Audio, Image, Message, Text, Thinking, ToolCall, Video
-from luthier.templating.limits import TemplateSettings
+from luthier.templating import TemplateSettings
 from luthier.templating.sandbox import TEMPLATE_ERRORS, plain_environment
 from luthier.writing import JsonObject
 

@@ -10,18 +10,18 @@ from functools import cached_property
 import numpy as np
 
 from luthier import records
-from luthier.check.verify import reference_tokenizer, token_runs
+from luthier.check.verify import Check, Method, RowVerdict, Violation, reference_tokenizer, token_runs
 from luthier.check.verify.expected import ExpectedRow, ExpectedTurn, expected_prompt, expected_row
-from luthier.check.verify.findings import Check, Method, RowVerdict, Violation
 from luthier.check.verify.learned import Home, Runs, find_home, supplied_faults, turn_faults
 from luthier.check.verify.media_items import expected_document, media_faults, processor_faults
 from luthier.check.verify.media_slots import MediaReader, media_of, media_of_messages
 from luthier.check.verify.plain_template import HuggingFace, PlainTemplate, ReferenceFiles, RunSections, hugging_face
 from luthier.check.verify.policy import RunPolicy, as_rendered, as_ruled, row_policy, ruled_conversation
-from luthier.check.verify.server import TokenServer
+from luthier.check.verify.reference_tokenizer import TokenServer
 from luthier.config.inputs import LongAudio
-from luthier.media import MediaAccess, MediaSource, split_long_sounds
-from luthier.templating.limits import TemplateSettings
+from luthier.media import MediaSource, split_long_sounds
+from luthier.media.files import MediaAccess
+from luthier.templating import TemplateSettings
 from luthier.writing import counted
 
 ALWAYS = (Check.HAS_TARGETS, Check.FINITE_WEIGHTS, Check.IDS_IN_VOCABULARY, Check.BRANCHES)

@@ -14,12 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 
-from luthier.check.show.view import RowView, show_sample
-from luthier.check.verify import findings
-from luthier.check.verify.plain_template import PlainTemplate
-from luthier.check.verify.reference_tokenizer import NOT_PROVEN, learned_text, same_sample, tree_faults
-from luthier.check.verify.row import RowVerifier, answers_of
-from luthier.check.verify.samples import (
+from luthier.check.selection import (
     SampleMaker,
     SourceRow,
     StoredSamples,
@@ -28,15 +23,28 @@ from luthier.check.verify.samples import (
     open_split,
     read_rows,
 )
-from luthier.check.verify.server import TokenServer
+from luthier.check.show.view import RowView, show_sample
+from luthier.check.verify import (
+    MAX_EXAMPLES,
+    Check,
+    CheckResult,
+    FailedRow,
+    Method,
+    RowVerdict,
+    VerifyReport,
+    Violation,
+)
+from luthier.check.verify.plain_template import PlainTemplate
+from luthier.check.verify.reference_tokenizer import NOT_PROVEN, TokenServer, learned_text, same_sample, tree_faults
+from luthier.check.verify.row import RowVerifier, answers_of
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError, RowForbidden
 from luthier.ledger import Ledger
+from luthier.preparation import Quarantine
 from luthier.preparation.prepare import PREVIEW_FILE, prepare
-from luthier.preparation.prepared import Quarantine
 from luthier.records import Conversation, Document, Row, Sample, Tokenized
-from luthier.templating.limits import TemplateSettings
+from luthier.templating import TemplateSettings
 from luthier.writing import counted
 
 ROWS_PER_REPORT = 50  # between two reports of progress
@@ -89,7 +97,7 @@ def verify(
     *,
     encoder: SampleMaker | None = None,
     on_progress: Callable[[VerifyProgress], None] | None = None,
-) -> findings.VerifyReport:
+) -> VerifyReport:
     """Verify the rows of one split. ``encoder`` is what is put to the test; by default the run's own.
 
     Raises `UserError` if there is no data, the tokenizer or template cannot be used, or the server cannot be reached.
@@ -151,7 +159,7 @@ class _CheckTally:
     rows_checked: int = 0
     rows_failed: int = 0
     violations: int = 0
-    examples: list[findings.Violation] = field(default_factory=list)
+    examples: list[Violation] = field(default_factory=list)
 
 
 class _Account:
@@ -165,10 +173,10 @@ class _Account:
         self.training = TrainingAccount(config)
         self.kwargs_use = KwargsUse(verifier.template, TemplateSettings.of(config.template.now, {}))
         self.ledger = Ledger()
-        self.tallies = {check: _CheckTally() for check in findings.Check}
-        self.failed_rows: list[findings.FailedRow] = []
+        self.tallies = {check: _CheckTally() for check in Check}
+        self.failed_rows: list[FailedRow] = []
         self.num_failed = self.num_turns = self.num_targets = self.longest_run = 0
-        self.methods: Counter[findings.Method] = Counter()
+        self.methods: Counter[Method] = Counter()
         self.control_strings: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
         self.given: list[str] = []  # what the first rows of token ids teach
@@ -197,7 +205,7 @@ class _Account:
             if stored is None:
                 return
             what = f"the store holds a sample of this row, and encoding refuses it now: {error}"
-            self._count(_verdict(findings.Check.DETERMINISTIC, what, source_row), stored)
+            self._count(_verdict(Check.DETERMINISTIC, what, source_row), stored)
             return
         self.ledger.keep()
         if (reason := self.training.keep(encoded)) is not None:
@@ -205,13 +213,13 @@ class _Account:
         self.kwargs_use.see(row)
         if wants_stored and stored is None:
             what = "the store holds no sample of this row"
-            self._count(_verdict(findings.Check.DETERMINISTIC, what, source_row), encoded)
+            self._count(_verdict(Check.DETERMINISTIC, what, source_row), encoded)
             return
         try:
             verdict = self.verifier.verify(row, encoded if stored is None else stored)
         except RowError as error:
             what = f"training has a sample of this row, and the plain template refuses it: {error}"
-            verdict = _verdict(findings.Check.PROMPT_TOKENS, what, source_row)
+            verdict = _verdict(Check.PROMPT_TOKENS, what, source_row)
         difference = same_sample(encoded, again) or (None if stored is None else same_sample(stored, encoded))
         self._count(_with_repetition(verdict, difference, source_row), encoded if stored is None else stored)
 
@@ -222,7 +230,7 @@ class _Account:
         num_rows: int | None,
         stopped_early: bool,
         seconds: float,
-    ) -> findings.VerifyReport:
+    ) -> VerifyReport:
         """All that was found."""
         warnings = self.kwargs_use.warnings
         if not self.ledger.prepared:
@@ -233,16 +241,14 @@ class _Account:
         doubt = None if stopped_early else self.training.close(num_rows=num_rows)
         warnings += [doubt] if doubt else []
         if self.given:
-            warnings.append(
-                f"{self.methods[findings.Method.GIVEN]:,} {NOT_PROVEN}; they teach {', '.join(self.given)}, …"
-            )
+            warnings.append(f"{self.methods[Method.GIVEN]:,} {NOT_PROVEN}; they teach {', '.join(self.given)}, …")
         if self.training.refusal is not None:
             warnings.append(f"training would not begin: {self.training.refusal}")
-        return findings.VerifyReport(
+        return VerifyReport(
             split=split,
             max_length=self.max_length,
             checks=tuple(
-                findings.CheckResult(
+                CheckResult(
                     check=check,
                     rows_checked=tally.rows_checked,
                     rows_failed=tally.rows_failed,
@@ -268,9 +274,9 @@ class _Account:
             refusal=self.training.refusal,
         )
 
-    def _count(self, verdict: findings.RowVerdict, sample: Sample) -> None:
+    def _count(self, verdict: RowVerdict, sample: Sample) -> None:
         self.methods[verdict.method] += 1
-        if verdict.method is findings.Method.GIVEN and verdict.num_turns and len(self.given) < findings.MAX_EXAMPLES:
+        if verdict.method is Method.GIVEN and verdict.num_turns and len(self.given) < MAX_EXAMPLES:
             self.given.append(learned_text(sample, self.verifier.tokenizer))
         self.control_strings.update(verdict.control_strings)
         self.notes.update(verdict.notes)
@@ -284,36 +290,34 @@ class _Account:
         for violation in verdict.violations:
             tally = self.tallies[violation.check]
             tally.violations += 1
-            if len(tally.examples) < findings.MAX_EXAMPLES:
+            if len(tally.examples) < MAX_EXAMPLES:
                 tally.examples.append(violation)
         if verdict.violations:
             self.num_failed += 1
             if len(self.failed_rows) < self.num_shown:
                 address = verdict.violations[0].address
                 views = self._views(verdict, sample)
-                self.failed_rows.append(findings.FailedRow(address=address, violations=verdict.violations, views=views))
+                self.failed_rows.append(FailedRow(address=address, violations=verdict.violations, views=views))
 
-    def _views(self, verdict: findings.RowVerdict, sample: Sample) -> tuple[RowView, ...]:
-        unknown_ids = any(violation.check is findings.Check.IDS_IN_VOCABULARY for violation in verdict.violations)
+    def _views(self, verdict: RowVerdict, sample: Sample) -> tuple[RowView, ...]:
+        unknown_ids = any(violation.check is Check.IDS_IN_VOCABULARY for violation in verdict.violations)
         if unknown_ids or any(tree_faults(sample)):  # there may be no runs to show, or no text to show of them
             return ()
         tokenizer = self.reference.tokenizer
         return tuple(show_sample(sample, tokenizer, control=tokenizer.control_ids))
 
 
-def _verdict(check: findings.Check, what: str, row: SourceRow) -> findings.RowVerdict:
-    violation = findings.Violation(check=check, address=str(row.address), what=what)
-    return findings.RowVerdict(
-        method=findings.Method.STRUCTURE_ONLY, applied=frozenset([check]), violations=(violation,)
-    )
+def _verdict(check: Check, what: str, row: SourceRow) -> RowVerdict:
+    violation = Violation(check=check, address=str(row.address), what=what)
+    return RowVerdict(method=Method.STRUCTURE_ONLY, applied=frozenset([check]), violations=(violation,))
 
 
-def _with_repetition(verdict: findings.RowVerdict, difference: str | None, row: SourceRow) -> findings.RowVerdict:
+def _with_repetition(verdict: RowVerdict, difference: str | None, row: SourceRow) -> RowVerdict:
     violations = verdict.violations
     if difference is not None:
         what = f"encoding the row again gives something else: {difference}"
-        violations += (findings.Violation(check=findings.Check.DETERMINISTIC, address=str(row.address), what=what),)
-    return replace(verdict, applied=verdict.applied | {findings.Check.DETERMINISTIC}, violations=violations)
+        violations += (Violation(check=Check.DETERMINISTIC, address=str(row.address), what=what),)
+    return replace(verdict, applied=verdict.applied | {Check.DETERMINISTIC}, violations=violations)
 
 
 # --------------------------------------------------------------------------------------------------------------------

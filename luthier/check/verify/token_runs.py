@@ -8,9 +8,9 @@ from itertools import groupby, takewhile
 
 import numpy as np
 
+from luthier.check.verify import Check, Violation
 from luthier.check.verify.completions import strings_of
 from luthier.check.verify.expected import AskedTurn, ExpectedRow, ExpectedTurn
-from luthier.check.verify.findings import Check, Violation
 from luthier.check.verify.learned import Home, Mask, Runs, find_home
 from luthier.check.verify.plain_template import HuggingFace, PlainTemplate, Printer
 from luthier.check.verify.policy import LearnedText, Spoken, missing_of_part, printed_forms

@@ -11,11 +11,10 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from luthier.config.peers import axolotl_rows, named_files, trl, trl_rows
-from luthier.config.peers.drawn import DEFAULTS, DrawnAnswers
+from luthier.config import MappingNode, Node, Scalar
+from luthier.config import plain as value_of
+from luthier.config.peers import DEFAULTS, DrawnAnswers, axolotl_rows, share_as_deepspeed, trl, trl_rows
 from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, names_of
-from luthier.config.tree import MappingNode, Node, Scalar
-from luthier.config.tree import plain as value_of
 from luthier.writing import JsonObject, counted
 
 _MARKS = frozenset({"datasets", "pretraining_dataset", "sequence_len", "micro_batch_size", "num_epochs", "plugins"})
@@ -394,7 +393,7 @@ def _devices(reading: Translator) -> None:
     fsdp, config, shards = reading.take("fsdp"), _mapping(reading, "fsdp_config"), reading.take("dp_shard_size")
     reading.take("fsdp_version")
     if (path := reading.take("deepspeed")) not in (None, "", False):
-        named_files.share_as_deepspeed(reading, path)
+        share_as_deepspeed(reading, path)
     elif shards == 1:
         reading.passed |= {key: "dp_shard_size is 1: nothing is shared" for key in ("fsdp_config",) if config}
     elif fsdp or config or shards:

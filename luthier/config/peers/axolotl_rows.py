@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from luthier.config.peers import axolotl_texts, named_files, trl_rows
-from luthier.config.peers.translation import Translator, names_of
+from luthier.config.peers import rows_of_split, trl_rows
+from luthier.config.peers.translation import Translator, chat_of, names_of, patterns_of
 from luthier.writing import JsonObject
 
 _DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|tsv|arrow|txt|md)(\.(gz|zst|bz2|xz))?$")
@@ -261,7 +261,7 @@ class _DataSet:
             return {}
         if path.startswith("hub:"):
             return {"split": ("split", str(split))}
-        found = named_files.rows_of_split(str(split))
+        found = rows_of_split(str(split))
         if found is None:
             self._refuse("split", f"of files, {split} is not taken", "write train, train[:1000] or train[10%:90%]")
             return {}
@@ -297,10 +297,10 @@ class _DataSet:
         style: Any = table["styles"][known["style"]] if "style" in known else known
         template = style.get("template")
         if "prompt" in style:
-            template = axolotl_texts.chat_of(style["system"], style["prompt"], "{answer}")
+            template = chat_of(style["system"], style["prompt"], "{answer}")
         patterns = style.get("patterns", ())
         if "prompt" in style:
-            patterns = axolotl_texts.patterns_of(style["system"], style["prompt"], style.get("intro", ""))
+            patterns = patterns_of(style["system"], style["prompt"], style.get("intro", ""))
         return RowType(
             patterns=tuple(patterns) if known["format"] in ("alpaca", "prompt_completion") else (),
             format=known["format"], template=template, intro=style.get("intro"),
@@ -357,7 +357,7 @@ class _DataSet:
             intros = intros if writes_system else [""]
             patterns = tuple(first + str(text) for first in intros for text in texts)
         return RowType(
-            format=fmt["format"], template=axolotl_texts.chat_of(system, prompt, answer), intro=intro or None,
+            format=fmt["format"], template=chat_of(system, prompt, answer), intro=intro or None,
             columns=columns, patterns=patterns, reads_system=True,
         )  # fmt: skip
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 
+from luthier.config import MappingNode, plain
+from luthier.config.peers import beside, read_sharing
 from luthier.config.peers.llamafactory_rows import read_data, read_generation, read_lengths, read_ppo, read_template
-from luthier.config.peers.named_files import beside, read_sharing
 from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, names_of
-from luthier.config.tree import MappingNode, plain
 from luthier.config.yaml_text import parse_yaml
 
 _MARKS = frozenset({"stage", "finetuning_type", "cutoff_len", "infer_backend", "export_dir", "do_predict"})

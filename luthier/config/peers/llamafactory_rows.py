@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from luthier.config.peers.named_files import config_in_cache, config_of, has_own_template
+from luthier.config import Scalar
+from luthier.config.peers import config_in_cache, config_of, has_own_template
 from luthier.config.peers.translation import Translator, names_of
-from luthier.config.tree import Scalar
 from luthier.writing import JsonObject, counted
 
 _SAMPLING = ("temperature", "top_p", "top_k")

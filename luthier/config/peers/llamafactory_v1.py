@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from luthier.config.peers import named_files, translation, trl_rows
-from luthier.config.tree import MappingNode, plain
+from luthier.config import MappingNode, plain
+from luthier.config.peers import beside, mapping_beside, share_as_deepspeed, translation, trl_rows
 from luthier.writing import JsonObject, counted
 
 _MARKS = frozenset({"model_class", "kernel_config", "dist_config", "quant_config", "optim_config", "init_config",
@@ -64,8 +64,8 @@ def _data(reading: translation.Translator) -> None:
     listed, where = {"default": {"path": str(name), "source": "local" if os.path.exists(str(name)) else "hf_hub"}}, name
     if str(name).endswith((".yaml", ".yml")):
         listed, where = (
-            named_files.mapping_beside(reading, "train_dataset", name),
-            named_files.beside(str(name), reading.name) or name,
+            mapping_beside(reading, "train_dataset", name),
+            beside(str(name), reading.name) or name,
         )
         if not listed:
             reading.is_no_run = True
@@ -85,7 +85,7 @@ def _source(reading: translation.Translator, where: str, name: str, entry: Any) 
     given = dict(entry) if isinstance(entry, dict) else {}
     path = str(given.pop("path", ""))
     if given.pop("source", "hf_hub") == "local":
-        source: JsonObject = {"path": path if os.path.exists(path) else str(named_files.beside(path, where) or path)}
+        source: JsonObject = {"path": path if os.path.exists(path) else str(beside(path, where) or path)}
     else:
         source = {"path": f"hub:{path}"}
     converter = given.pop("converter", None)
@@ -280,7 +280,7 @@ def _devices(reading: translation.Translator) -> None:
     name, quantized = section.get("name"), "model.quantization.type" in reading.origins
     optimizer: Any = plain(reading.tree)["train"]["optim"]  # type: ignore[index]
     if name == "deepspeed":
-        named_files.share_as_deepspeed(reading, section.get("config_file"))
+        share_as_deepspeed(reading, section.get("config_file"))
     elif quantized or optimizer == "muon":
         what = "quantized weights are" if quantized else "muon updates whole matrices: the model is"
         reading.told.append(f"dist_config: {what} whole on each device, not divided between several")

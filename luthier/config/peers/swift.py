@@ -11,12 +11,10 @@ import math
 import os
 from pathlib import Path
 
-from luthier.config.peers import translation
-from luthier.config.peers.drawn import SWIFT_DEFAULTS, DrawnAnswers
-from luthier.config.peers.named_files import share_as_deepspeed
+from luthier.config import MappingNode
+from luthier.config.peers import SWIFT_DEFAULTS, DrawnAnswers, share_as_deepspeed, translation
 from luthier.config.peers.swift_rows import kind_of, read_data, read_lengths, read_template
 from luthier.config.peers.trl import mixed_losses
-from luthier.config.tree import MappingNode
 from luthier.writing import counted
 
 _MARKS = frozenset({

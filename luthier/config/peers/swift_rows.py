@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from luthier.config.peers import drawn, named_files, trl_rows
+from luthier.config.peers import SWIFT_DEFAULTS, config_in_cache, config_of, trl_rows
 from luthier.config.peers.translation import Translator, names_of
 from luthier.writing import counted
 
@@ -161,13 +161,13 @@ def read_template(reading: Translator) -> None:
 
 def read_lengths(reading: Translator) -> None:
     model, asked = str(reading.take("model")), reading.take("max_length")
-    config = named_files.config_of(model) or named_files.config_in_cache(model)
+    config = config_of(model) or config_in_cache(model)
     most = asked or config.get("text_config", config).get("max_position_embeddings")
     if most is None:
         reading.told.append("max_length: 4,096 tokens, Luthier's default; ms-swift has the model's own limit")
     else:
         reading.defaults |= {"max_length"} - set(reading.entries)
-        answer = reading.take("max_completion_length") or drawn.SWIFT_DEFAULTS["max_completion_length"]
+        answer = reading.take("max_completion_length") or SWIFT_DEFAULTS["max_completion_length"]
         if kind_of(reading) == "grpo" and isinstance(asked, int) and isinstance(answer, int):
             most = asked + answer  # theirs is the prompt's alone
         reading.set("data.max_length", most, "max_length")

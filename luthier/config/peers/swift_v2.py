@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from luthier.config.peers import translation
-from luthier.config.peers.named_files import config_of
+from luthier.config import MappingNode, Node, Scalar, plain
+from luthier.config.peers import config_of, translation
 from luthier.config.peers.swift import SWIFT
-from luthier.config.tree import MappingNode, Node, Scalar, plain
 
 _TYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "AUTO": "auto"}
 _OF_PAIRS = ("ref_model", "sft_beta", "rpo_alpha", "simpo_gamma", "beta")  # keys that a file for rlhf alone has

@@ -10,10 +10,18 @@ import json
 import os
 from collections.abc import Mapping
 
+from luthier.config import MappingNode, plain
 from luthier.config.objective import losses_of
-from luthier.config.peers import named_files, translation, trl_rows
-from luthier.config.peers.drawn import DEFAULTS, RLOO_DEFAULTS, DrawnAnswers
-from luthier.config.tree import MappingNode, plain
+from luthier.config.peers import (
+    DEFAULTS,
+    RLOO_DEFAULTS,
+    DrawnAnswers,
+    config_of,
+    mapping_beside,
+    read_sharing,
+    translation,
+    trl_rows,
+)
 from luthier.writing import JsonObject, counted
 
 _COMMANDS = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm"}  # TRL's command -> objective.name
@@ -340,7 +348,7 @@ def _adapter(reading: translation.Translator) -> None:
     if targets is None and reading.take("lora_target_parameters") is None:
         reading.defaults.add("lora_target_modules")
     if targets is None:
-        model_type = str(named_files.config_of(str(plain(reading.entries["model_name_or_path"]))).get("model_type"))
+        model_type = str(config_of(str(plain(reading.entries["model_name_or_path"]))).get("model_type"))
         table: Mapping[str, list[str]] = reading.peer.table["peft_targets"]
         targets = next((names for names, kinds in table.items() if model_type in kinds), "q_proj v_proj").split()
         reading.told.append(
@@ -393,7 +401,7 @@ def _devices(reading: translation.Translator) -> None:
     """How several processes share the model. Luthier is started by torchrun, which says how many there are."""
     if (launch := reading.take("accelerate_config")) is not None:
         reading.set("runtime.sharding", "fsdp" if _shares(reading, launch) else "none", "accelerate_config")
-    named_files.read_sharing(reading)
+    read_sharing(reading)
     processes, started = reading.take("num_processes"), os.environ.get("WORLD_SIZE", "1")
     if processes is not None and str(processes) != started:
         reading.told.append(f"num_processes: this is {started} of {processes}; start them all by torchrun "
@@ -407,7 +415,7 @@ def _shares(reading: translation.Translator, launch: object) -> bool:
     profile = {**known, "multi_gpu": False, "single_gpu": False}.get(str(launch))
     if profile is not None:
         return profile
-    settings = named_files.mapping_beside(reading, "accelerate_config", launch)
+    settings = mapping_beside(reading, "accelerate_config", launch)
     zero = settings.get("deepspeed_config")
     divides = isinstance(zero, dict) and bool(zero.get("zero_stage"))
     return divides or str(settings.get("distributed_type")).upper() == "FSDP"

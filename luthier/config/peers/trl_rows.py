@@ -18,10 +18,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
+from luthier.config import plain
 from luthier.config.choices import rows_of_slice
-from luthier.config.peers import drawn, named_files
+from luthier.config.peers import DEFAULTS, config_of, rows_of_split
 from luthier.config.peers.translation import Translator, names_of
-from luthier.config.tree import plain
 from luthier.writing import JsonObject, counted
 
 _BUILDERS = ("json", "csv", "parquet", "text", "arrow")  # what TRL names in place of a data set, beside data_files
@@ -247,7 +247,7 @@ def _is_held_out(reading: Translator, split: str) -> bool:
     """Whether a split of the one file there is has no rows of the split that is learned, by their brackets."""
     many, taken = 1_000_000, []
     for each in (split, str(reading.take("dataset_train_split"))):
-        name, part = named_files.rows_of_split(each) or ("", {})
+        name, part = rows_of_split(each) or ("", {})
         if name != "train":
             return False
         taken.append(rows_of_slice(part.get("slice") or f":{part.get('first_rows', '')}", many))
@@ -256,7 +256,7 @@ def _is_held_out(reading: Translator, split: str) -> bool:
 
 def _is_other_slice(split: str) -> bool:
     """Whether a split is cut in a way that is not read of files."""
-    return "[" in split and named_files.rows_of_split(split) is None
+    return "[" in split and rows_of_split(split) is None
 
 
 def _source(reading: Translator, given: Mapping[str, Any]) -> JsonObject:
@@ -264,7 +264,7 @@ def _source(reading: Translator, given: Mapping[str, Any]) -> JsonObject:
     path, split = str(given["path"]), str(given.get("split") or "train")
     local, rows = _is_local(path), _rows_of(given)
     source: JsonObject = {"path": path if local else f"hub:{path}"}
-    if local and (cut := named_files.rows_of_split(split)):
+    if local and (cut := rows_of_split(split)):
         split = cut[0]
         source |= cut[1]
     if split != "train" and not os.path.isfile(path):
@@ -370,12 +370,12 @@ def _too_long(reading: Translator, *, is_whole: bool) -> None:
     most, objective = reading.take("max_length"), objective_of(reading)
     prompt, answer = (reading.take(key) for key in ("max_prompt_length", "max_completion_length"))
     if objective == "rl" and isinstance(prompt, int):
-        most = prompt + (answer if isinstance(answer, int) else drawn.DEFAULTS["max_completion_length"])
+        most = prompt + (answer if isinstance(answer, int) else DEFAULTS["max_completion_length"])
     is_limit, packing = most is not None, _packing(reading)
     splits = packing == "split" or (packing == "window" and reading.take("packing_strategy") == "bfd_split")
     if not is_limit:
         model = str(plain(reading.entries["model_name_or_path"]))
-        most = named_files.config_of(model).get("max_position_embeddings", _NO_LIMIT)
+        most = config_of(model).get("max_position_embeddings", _NO_LIMIT)
     reading.defaults |= {"max_prompt_length"} - set(reading.entries)
     reading.set("data.max_length", most, "max_prompt_length" if objective == "rl" else "max_length")
     reading.set("data.max_drop", 0.5, "max_length")  # their runs never stop for rows that are lost
@@ -397,5 +397,5 @@ def _too_long(reading: Translator, *, is_whole: bool) -> None:
 
 def train_all_parts(reading: Translator, key: str) -> None:
     """All of a multimodal model, its tower too, for tools that freeze none; a model of the Hub tells later."""
-    if {"vision_config", "audio_config"} & named_files.config_of(str(plain(reading.entries[key]))).keys():
+    if {"vision_config", "audio_config"} & config_of(str(plain(reading.entries[key]))).keys():
         reading.set("adapter.train_parts", ["language_model", "projector", "tower"], key)

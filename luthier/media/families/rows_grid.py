@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.media.families import rules
-from luthier.media.families.family import (
+from luthier.media.families import (
     CAT,
     PAD_CAT,
     Family,
@@ -21,10 +20,11 @@ from luthier.media.families.family import (
     Rule,
     Settings,
     SharedSlots,
+    rules,
 )
 from luthier.media.geometry import pictures, videos
 from luthier.media.geometry.pictures import area_grid
-from luthier.media.processors import expansion
+from luthier.media.processors import four_a_slot
 from luthier.records import ImageHeader
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _write(
     grids_N3: NDArray[np.int64],
     values_PV: NDArray[np.float32],
 ) -> None:
-    from luthier.media.processors.patches_kernel import write_patches
+    from luthier.kernels import write_patches
 
     mean, std, _ = settings.part._fuse_mean_std_and_rescale_factor(
         do_normalize=True,
@@ -327,7 +327,7 @@ ROWS = (
         name="youtu_vl",
         processors=("YoutuVLProcessor",),
         model_types=("youtu_vl",),
-        image=Rule(measure=pictures.stepped_grid, replace=expansion.four_a_slot, fold=4),
+        image=Rule(measure=pictures.stepped_grid, replace=four_a_slot, fold=4),
         batching={"pixel_values": CAT, "spatial_shapes": CAT},
         call=rules.picture_by_picture,
         pictures_apart="siglip2",

@@ -8,8 +8,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.media.families import rules
-from luthier.media.families.family import (
+from luthier.media.families import (
     CAT,
     PAD_CAT,
     SHOWN,
@@ -22,10 +21,11 @@ from luthier.media.families.family import (
     OwnFrames,
     PackingSupport,
     Rule,
+    rules,
 )
 from luthier.media.families.rows_grid import FRAMES, IMAGES, QWEN
 from luthier.media.geometry import pictures, tiles
-from luthier.media.processors.expansion import expand_with_sound_tracks
+from luthier.media.processors import expand_with_sound_tracks
 
 AREA = {"min_pixels": "size.shortest_edge", "max_pixels": "size.longest_edge"}
 # Both classes take it from there, and then want the sound tracks along with the sounds.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from luthier.media.families import rules
-from luthier.media.families.family import (
+from luthier.media import processors
+from luthier.media.families import (
     CAT,
     CAT_LAST,
     PAD_CAT,
@@ -18,9 +18,9 @@ from luthier.media.families.family import (
     PackingSupport,
     Rule,
     SharedSlots,
+    rules,
 )
 from luthier.media.geometry import pictures, tiles
-from luthier.media.processors import expansion
 
 PROJECTED = Modules(tower=("model.vision_tower",), projector=("model.multi_modal_projector",))
 IDEFICS = Modules(
@@ -163,7 +163,7 @@ ROWS = (
         name="lfm2_vl",
         processors=("Lfm2VlProcessor",),
         model_types=("lfm2_vl",),
-        image=Rule(measure=tiles.tiles_or_whole, replace=expansion.marked, fold=4),
+        image=Rule(measure=tiles.tiles_or_whole, replace=processors.marked, fold=4),
         batching={"pixel_values": CAT, "pixel_attention_mask": CAT, "spatial_shapes": CAT},
         modules=PROJECTED,
     ),
@@ -171,9 +171,9 @@ ROWS = (
         name="minicpmv4_6",
         processors=("MiniCPMV4_6Processor",),
         model_types=("minicpmv4_6",),
-        image=Rule(measure=tiles.slices, replace=expansion.sliced, fold=16),
+        image=Rule(measure=tiles.slices, replace=processors.sliced, fold=16),
         video=rules.FRAME_SLICES,
-        number=expansion.numbered,
+        number=processors.numbered,
         batching=SLICED,
         modules=Modules(tower=("model.vision_tower",), projector=("model.merger",)),
     ),
@@ -181,9 +181,9 @@ ROWS = (
         name="minicpmv4_7",
         processors=("MiniCPMV4_7Processor",),
         model_types=("minicpmv4_7",),
-        image=Rule(measure=tiles.slices, replace=expansion.sliced, fold=16),
+        image=Rule(measure=tiles.slices, replace=processors.sliced, fold=16),
         video=rules.FRAME_SLICES,
-        number=expansion.numbered_pictures,
+        number=processors.numbered_pictures,
         batching=SLICED,
         token_inputs=KINDS,
         positions="canvas",
@@ -238,7 +238,7 @@ PAGE_ROWS = (
         model_types=("got_ocr2",),
         image=Rule(
             measure=tiles.pages,
-            replace=expansion.paged,
+            replace=processors.paged,
             options=CROP,
             around=("img_start_token", "img_end_token"),
             fold=16,
@@ -264,9 +264,9 @@ PAGE_ROWS = (
         name="minicpm_ocr",
         processors=("MiniCPMOcrProcessor",),
         model_types=("minicpm_ocr",),
-        image=Rule(measure=tiles.page_slices, replace=expansion.sliced, fold=16),
+        image=Rule(measure=tiles.page_slices, replace=processors.sliced, fold=16),
         video=rules.FRAME_SLICES,
-        number=expansion.numbered,
+        number=processors.numbered,
         batching={
             "pixel_values": CAT_LAST,
             "target_sizes": CAT,
@@ -279,7 +279,7 @@ PAGE_ROWS = (
         name="fuyu",
         processors=("FuyuProcessor",),
         model_types=("fuyu",),
-        image=Rule(measure=tiles.shown_rows, replace=expansion.lined),
+        image=Rule(measure=tiles.shown_rows, replace=processors.lined),
         call=rules.pictures_in_front,
         batching={"pixel_values": CAT},
         modules=Modules(tower=("model.vision_embed_tokens",)),
@@ -355,7 +355,7 @@ FIXED_ROWS = (
         name="idefics2",
         processors=("Idefics2Processor",),
         model_types=("idefics2",),
-        image=Rule(measure=pictures.nothing, replace=expansion.framed, seam=expansion.framed_seam, fold=64),
+        image=Rule(measure=pictures.nothing, replace=processors.framed, seam=processors.framed_seam, fold=64),
         batching={"pixel_values": STACK, "pixel_attention_mask": STACK},
         modules=Modules(
             tower=("model.vision_model",), projector=("model.connector",), language=("model.text_model", "lm_head")
@@ -396,7 +396,7 @@ PARSING = (
     "{{ raise_exception('Nemotron-Parse knows user and assistant only') }}"
     "{%- elif message['content'] is string -%}{{ bos_token }}{{ message['content'] }}"
     "{%- else -%}"
-    "{%- for part in message['content'] if part['type'] == 'image' -%}" + expansion.PICTURE_MARK + "{%- endfor -%}"
+    "{%- for part in message['content'] if part['type'] == 'image' -%}" + processors.PICTURE_MARK + "{%- endfor -%}"
     "{{ bos_token }}"
     "{%- for part in message['content'] if part['type'] == 'text' and part['text'] | trim -%}"
     "{{ part['text'] | trim }}"
@@ -411,7 +411,7 @@ MINICPMV = Family(
     name="minicpmv",
     processors=("MiniCPMVProcessor",),
     model_types=("minicpmv",),
-    image=Rule(measure=pictures.sizes, replace=expansion.bounded, mark=expansion.BOUNDED_MARK, fold=16),
+    image=Rule(measure=pictures.sizes, replace=processors.bounded, mark=processors.BOUNDED_MARK, fold=16),
     batching={"pixel_values": CAT_LAST, "target_sizes": CAT},
     call=rules.in_one_piece,
     token_inputs={"mm_token_type_ids": rules.bounded_kinds},
@@ -424,7 +424,7 @@ REMOTE_ROWS = (
         name="kimi_vl",
         processors=("KimiVLProcessor",),
         model_types=("kimi_vl",),
-        image=Rule(measure=pictures.limited_grid, replace=expansion.merged_slots, fold=4),
+        image=Rule(measure=pictures.limited_grid, replace=processors.merged_slots, fold=4),
         batching={"pixel_values": CAT, "image_grid_hws": CAT},
         modules=Modules(tower=("vision_tower",), projector=("multi_modal_projector",), language=("language_model",)),
     ),
@@ -445,7 +445,9 @@ REMOTE_ROWS = (
         processors=("NemotronParseProcessor",),
         model_types=("nemotron_parse",),
         # the usual picture of 2048 x 1648 pixels has 13,184 patches
-        image=Rule(measure=pictures.nothing, replace=expansion.decoder_start, mark=expansion.PICTURE_MARK, fold=13_184),
+        image=Rule(
+            measure=pictures.nothing, replace=processors.decoder_start, mark=processors.PICTURE_MARK, fold=13_184
+        ),
         batching={"pixel_values": CAT},
         call=rules.beside_text,
         decoder_names={
@@ -464,7 +466,7 @@ REMOTE_ROWS = (
         processors=("MossVLProcessor",),
         model_types=("moss_vl",),
         # its text does not depend on sizes; an image of 1024 x 1024 pixels has 4,096 patches
-        image=Rule(measure=pictures.nothing, replace=expansion.one_slot, placeholder="image_placeholder", fold=4_096),
+        image=Rule(measure=pictures.nothing, replace=processors.one_slot, placeholder="image_placeholder", fold=4_096),
         batching={"pixel_values": CAT, "grid_thw": CAT},
         dropped=("cross_attention_mask", "media_nums_per_sample"),
         looks_across=True,

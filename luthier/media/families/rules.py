@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.media.families.family import Features, Measured, Options, Outputs, Processor, Rule, Settings
-from luthier.media.geometry import sounds as audio
-from luthier.media.geometry import videos
-from luthier.media.geometry.sounds import FRAMES_A_TOKEN
-from luthier.media.processors.expansion import BOUNDED_MARK, PICTURE_MARK, SOUND_MARK, spoken, writes_sounds
+from luthier.media import geometry
+from luthier.media.families import Features, Measured, Options, Outputs, Processor, Rule, Settings
+from luthier.media.geometry import FRAMES_A_TOKEN, videos
+from luthier.media.processors import BOUNDED_MARK, PICTURE_MARK, SOUND_MARK, spoken, writes_sounds
 
 
 def _own_string(settings: Settings, measured: Measured, index: int) -> str:
@@ -28,30 +27,30 @@ def _repeated(settings: Settings, measured: Measured, index: int) -> str:
 _RATE = {"sampling_rate": "sampling_rate"}
 
 WHOLE_WINDOWS = Rule(  # qwen2_audio, qwen2_5_omni
-    measure=audio.whole_windows, longest=audio.one_window, options=_RATE, fold=2
+    measure=geometry.whole_windows, longest=geometry.one_window, options=_RATE, fold=2
 )
 WINDOW_STEPS = Rule(  # qwen3_omni_moe
-    measure=audio.window_steps, longest=audio.one_window_if_asked, options=_RATE
+    measure=geometry.window_steps, longest=geometry.one_window_if_asked, options=_RATE
 )
 PADDED_WINDOW_STEPS = Rule(  # qwen3_asr
-    measure=audio.padded_window_steps, longest=audio.one_window_if_asked, replace=_own_string, options=_RATE
+    measure=geometry.padded_window_steps, longest=geometry.one_window_if_asked, replace=_own_string, options=_RATE
 )
 POOLED_WINDOWS = Rule(  # audioflamingo3, musicflamingo
-    measure=audio.pooled_windows, longest=audio.all_windows, options=_RATE, fold=2
+    measure=geometry.pooled_windows, longest=geometry.all_windows, options=_RATE, fold=2
 )
-MERGED_WINDOWS = Rule(measure=audio.merged_windows, longest=audio.all_windows, options=_RATE, fold=4)  # glmasr
-WHOLE_CHUNKS = Rule(measure=audio.whole_chunks, replace=_repeated, options=_RATE, fold=4)  # voxtral
-FIXED_LENGTH = Rule(measure=audio.fixed_length, longest=audio.half_a_minute, options=_RATE)  # gemma3n
-VALID_FRAMES = Rule(measure=audio.valid_frames, longest=audio.half_a_minute, options=_RATE)  # gemma4
-WAVEFORM_FRAMES = Rule(measure=audio.waveform_frames, options=_RATE)  # gemma4_unified
-COMPRESSED_FRAMES = Rule(measure=audio.compressed_frames, options=_RATE, in_company=True)  # phi4_multimodal
-PROJECTED_BLOCKS = Rule(measure=audio.projected_blocks, options=_RATE, fold=5)  # granite_speech
-DMEL_FRAMES = Rule(measure=audio.dmel_frames, replace=_own_string, options=_RATE, in_company=True)  # inkling
-WAVEFORM_BLOCKS = Rule(measure=audio.waveform_blocks, options=_RATE)  # muse_spark
-LONG_CHUNKS = Rule(measure=audio.long_chunks, options=_RATE, fold=8)  # dots3_note
-SUBSAMPLED_FRAMES = Rule(measure=audio.subsampled_frames, options=_RATE)  # nemotron_h_omni
+MERGED_WINDOWS = Rule(measure=geometry.merged_windows, longest=geometry.all_windows, options=_RATE, fold=4)  # glmasr
+WHOLE_CHUNKS = Rule(measure=geometry.whole_chunks, replace=_repeated, options=_RATE, fold=4)  # voxtral
+FIXED_LENGTH = Rule(measure=geometry.fixed_length, longest=geometry.half_a_minute, options=_RATE)  # gemma3n
+VALID_FRAMES = Rule(measure=geometry.valid_frames, longest=geometry.half_a_minute, options=_RATE)  # gemma4
+WAVEFORM_FRAMES = Rule(measure=geometry.waveform_frames, options=_RATE)  # gemma4_unified
+COMPRESSED_FRAMES = Rule(measure=geometry.compressed_frames, options=_RATE, in_company=True)  # phi4_multimodal
+PROJECTED_BLOCKS = Rule(measure=geometry.projected_blocks, options=_RATE, fold=5)  # granite_speech
+DMEL_FRAMES = Rule(measure=geometry.dmel_frames, replace=_own_string, options=_RATE, in_company=True)  # inkling
+WAVEFORM_BLOCKS = Rule(measure=geometry.waveform_blocks, options=_RATE)  # muse_spark
+LONG_CHUNKS = Rule(measure=geometry.long_chunks, options=_RATE, fold=8)  # dots3_note
+SUBSAMPLED_FRAMES = Rule(measure=geometry.subsampled_frames, options=_RATE)  # nemotron_h_omni
 AVERAGED_FRAMES = Rule(  # minicpmo
-    measure=audio.averaged_frames, replace=spoken, mark=SOUND_MARK, options=_RATE, fold=5
+    measure=geometry.averaged_frames, replace=spoken, mark=SOUND_MARK, options=_RATE, fold=5
 )
 
 

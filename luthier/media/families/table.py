@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from luthier.errors import ModelError, PluginError
-from luthier.media.families import rows_grid, rows_omni, rows_tiles, rules
-from luthier.media.families.family import (
+from luthier.media.families import (
     CAT,
     Batching,
     Family,
@@ -16,6 +15,10 @@ from luthier.media.families.family import (
     Processor,
     Rule,
     Settings,
+    rows_grid,
+    rows_omni,
+    rows_tiles,
+    rules,
 )
 from luthier.plugins import Table
 from luthier.records import ImageHeader

@@ -2,7 +2,7 @@
 
 Every public function is the ``measure`` of a `Rule`: (settings, headers of the pictures of one context) -> the entries
 that the processor's ``replace_image_token`` reads. N pictures. `tiles` has the processors that cut pictures into
-tiles, `tiling` the integers of their grids.
+tiles, this folder the integers of their grids.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import ModelError
-from luthier.media.families.family import Measured, Processor, Settings
+from luthier.media.families import Measured, Processor, Settings
 from luthier.records import ImageHeader
 from luthier.writing import counted
 

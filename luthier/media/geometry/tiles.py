@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from luthier.errors import ModelError
-from luthier.media.families.family import Measured, Settings
-from luthier.media.geometry import tiling
+from luthier.media import geometry
+from luthier.media.families import Measured, Settings
 from luthier.media.geometry.pictures import fit_area, no_pixels
 from luthier.records import ImageHeader
 from luthier.writing import counted
@@ -24,13 +24,13 @@ from luthier.writing import counted
 def nearest_tiles(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
     """Tiles of the nearest shape and a thumbnail (InternVL, Aya Vision): ``num_patches`` [N]."""
     size = settings["size"]
-    grids = tiling.grids_of(settings["min_patches"], settings["max_patches"])
+    grids = geometry.grids_of(settings["min_patches"], settings["max_patches"])
     counts = []
     for item in headers:
         tiles = 1
         if settings["crop_to_patches"]:
             area = size["height"] * size["width"]
-            tiles = math.prod(tiling.nearest_shape(item.height, item.width, tile_area=area, candidates=grids))
+            tiles = math.prod(geometry.nearest_shape(item.height, item.width, tile_area=area, candidates=grids))
         counts.append(tiles + (tiles > 1))
     return {"num_patches": counts}
 
@@ -42,7 +42,7 @@ def fitting_tiles(settings: Settings, headers: Sequence[ImageHeader]) -> Measure
     for item in headers:
         tiles = 1
         if settings["crop_to_patches"]:
-            tiles = math.prod(tiling.least_upscaling(item.height, item.width, tile=tile, max_tiles=most))
+            tiles = math.prod(geometry.least_upscaling(item.height, item.width, tile=tile, max_tiles=most))
         counts.append(tiles + (tiles > 1))
     return {"num_patches": counts}
 
@@ -55,21 +55,21 @@ def covering_tiles(settings: Settings, headers: Sequence[ImageHeader]) -> Measur
     grids = []
     for item in headers:
         if settings["use_covering_area_grid"]:
-            grids.append(tiling.covering(item.height, item.width, tile=tile, max_tiles=most))
+            grids.append(geometry.covering(item.height, item.width, tile=tile, max_tiles=most))
         else:
-            area, candidates = tile * settings["size"]["width"], tiling.grids_of(settings["min_patches"], most)
-            grids.append(tiling.nearest_shape(item.height, item.width, tile_area=area, candidates=candidates))
+            area, candidates = tile * settings["size"]["width"], geometry.grids_of(settings["min_patches"], most)
+            grids.append(geometry.nearest_shape(item.height, item.width, tile_area=area, candidates=candidates))
     return {"grids": np.array(grids, dtype=np.int64)}
 
 
 def local_tiles(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
     """Local tiles besides the whole picture if it is larger than one (DeepSeek-OCR2): ``num_local_patches`` [N]."""
     tile = settings["tile_size"]
-    grids = tiling.grids_of(settings["min_patches"], settings["max_patches"])
+    grids = geometry.grids_of(settings["min_patches"], settings["max_patches"])
     counts = []
     for item in headers:
         cut = settings["crop_to_patches"] and max(item.height, item.width) > tile
-        grid = tiling.nearest_shape(item.height, item.width, tile_area=tile * tile, candidates=grids)
+        grid = geometry.nearest_shape(item.height, item.width, tile_area=tile * tile, candidates=grids)
         counts.append(math.prod(grid) if cut else 0)
     return {"num_local_patches": counts}
 
@@ -79,7 +79,7 @@ def canvas_tiles(settings: Settings, headers: Sequence[ImageHeader]) -> Measured
     tile, most = settings["size"]["height"], settings["max_patches"]
     largest = bool(settings["resize_to_max_canvas"])
     grids = [
-        tiling.best_canvas(item.height, item.width, tile=tile, max_tiles=most, largest=largest) for item in headers
+        geometry.best_canvas(item.height, item.width, tile=tile, max_tiles=most, largest=largest) for item in headers
     ]
     return {"aspect_ratios": grids, "pixel_values": [no_pixels(3, tile, tile)]}
 
@@ -89,7 +89,7 @@ def rows_and_columns(settings: Settings, headers: Sequence[ImageHeader]) -> Meas
     if not settings["do_image_splitting"]:
         return {"rows": [[0] * len(headers)], "cols": [[0] * len(headers)]}
     tile, longest = settings["max_image_size"]["longest_edge"], settings["size"]["longest_edge"]
-    grids = [tiling.split_rows(item.height, item.width, longest=longest, tile=tile) for item in headers]
+    grids = [geometry.split_rows(item.height, item.width, longest=longest, tile=tile) for item in headers]
     return {"rows": [[rows for rows, _ in grids]], "cols": [[columns for _, columns in grids]]}
 
 
@@ -120,7 +120,7 @@ def crops(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
         "max_crops": settings["pan_and_scan_max_num_crops"],
         "min_ratio": settings["pan_and_scan_min_ratio_to_activate"],
     }
-    return {"num_crops": [tiling.pan_and_scan(item.height, item.width, **limits) for item in headers]}
+    return {"num_crops": [geometry.pan_and_scan(item.height, item.width, **limits) for item in headers]}
 
 
 def equal_crops(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
@@ -129,7 +129,7 @@ def equal_crops(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
     most = 1
     if settings["split_image"]:
         resolutions = settings["split_resolutions"]
-        best = [tiling.best_resolution(item.height, item.width, resolutions) for item in headers]
+        best = [geometry.best_resolution(item.height, item.width, resolutions) for item in headers]
         most = max(math.ceil(height / side) * math.ceil(width / side) for height, width in best)
     return {"num_crops": most, "pixel_values": no_pixels(1, 3, side, side)}
 
@@ -159,7 +159,7 @@ def slices(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
     for item in headers:
         size, grid = (item.height, item.width), None
         if settings["slice_mode"]:
-            grid = tiling.slices(*size, max_slices=most, resolution=resolution)
+            grid = geometry.slices(*size, max_slices=most, resolution=resolution)
         whole = _merged_size(*size, resolution, merge, enlarge=grid is None)
         targets.append([side // patch for side in whole])
         if grid is not None:
@@ -188,7 +188,7 @@ def overlapping_tiles(settings: Settings, headers: Sequence[ImageHeader]) -> Mea
     window = (side - margin) * patch
     grids = []
     for item in headers:
-        rows, columns = tiling.least_upscaling_single(
+        rows, columns = geometry.least_upscaling_single(
             item.height - margin * patch, item.width - margin * patch, tile=window, max_tiles=settings["max_crops"]
         )
         tall, wide = rows * (side - margin) + margin, columns * (side - margin) + margin
@@ -202,8 +202,8 @@ def _tokens_of_shown(settings: Settings, item: ImageHeader) -> int:
     height, width, side = item.height, item.width, settings["size"]["height"] // settings["patch_size"]
     rows, columns = math.ceil(height / tile), math.ceil(width / tile)
     if rows * columns > most:
-        candidates = tiling.hashed_grids(1, most)
-        rows, columns = tiling.nearest_shape(height, width, tile_area=tile * tile, candidates=candidates)
+        candidates = geometry.hashed_grids(1, most)
+        rows, columns = geometry.nearest_shape(height, width, tile_area=tile * tile, candidates=candidates)
     scale_width, scale_height = columns * tile / width, rows * tile / height
     tall, wide = rows * tile, columns * tile
     if scale_width < scale_height:
@@ -245,8 +245,8 @@ def _tiles_of_large(settings: Settings, item: ImageHeader) -> tuple[int, int]:
     if not settings["do_image_splitting"] or least == most == 1 or not large:
         return 1, 1
     tile = settings["tile_size"]
-    candidates = tiling.hashed_grids(least, most)
-    return tiling.nearest_shape(item.height, item.width, tile_area=tile * tile, candidates=candidates)
+    candidates = geometry.hashed_grids(least, most)
+    return geometry.nearest_shape(item.height, item.width, tile_area=tile * tile, candidates=candidates)
 
 
 def _merged_size(height: float, width: float, resolution: int, merge: int, *, enlarge: bool) -> tuple[int, int]:
@@ -373,7 +373,7 @@ def thumbnail_and_tiles(settings: Settings, headers: Sequence[ImageHeader]) -> M
         if settings["do_resize"]:
             height = width = tile
             if settings["vision_input_type"] == "thumb+tile":
-                tiles += math.prod(tiling.fullest_canvas(item.height, item.width, tile=tile, max_tiles=most))
+                tiles += math.prod(geometry.fullest_canvas(item.height, item.width, tile=tile, max_tiles=most))
         pixels.append(no_pixels(tiles, 3, height, width))
     return {"pixel_values": pixels}
 
@@ -423,6 +423,6 @@ def _is_dense(settings: Settings, item: ImageHeader, grid: tuple[int, int]) -> b
 
 
 def _nearest_page(item: ImageHeader, size: Mapping[str, int], least: int, most: int) -> tuple[int, int]:
-    candidates = [grid for grid in tiling.grids_of(least, most) if max(grid) <= _DOCLING_LONGEST]
+    candidates = [grid for grid in geometry.grids_of(least, most) if max(grid) <= _DOCLING_LONGEST]
     area = size["height"] * size["width"]
-    return tiling.nearest_shape(item.height, item.width, tile_area=area, candidates=candidates)
+    return geometry.nearest_shape(item.height, item.width, tile_area=area, candidates=candidates)

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import ModelError
-from luthier.media.families.family import Measured, Settings
+from luthier.media.families import Measured, Settings
+from luthier.media.geometry import slices
 from luthier.media.geometry.pictures import aim_patches, fill_patches, fit_area, fit_budget, fit_canvas, fit_volume
 from luthier.media.geometry.tiles import any_resolution, shaped_tokens
-from luthier.media.geometry.tiling import slices
 from luthier.records import ImageHeader, VideoHeader
 from luthier.writing import counted
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.errors import ModelError, RowError, UserError, install_hint
-from luthier.media.families.family import (
+from luthier.media.families import (
     Family,
     Features,
     Measured,
@@ -37,9 +37,8 @@ from luthier.media.families.family import (
 from luthier.media.families.rules import expert_kinds
 from luthier.media.families.table import family_of
 from luthier.media.files.decoding import Decoded, DecodedAudio, DecodedImage
-from luthier.media.processors import calling
-from luthier.media.processors.expansion import kind_of, write
-from luthier.media.processors.older_classes import call_as_newer, offer_older_names
+from luthier.media.processors import calling, kind_of, write
+from luthier.media.processors.calling import call_as_newer, offer_older_names
 from luthier.records import AudioHeader, ImageHeader, MediaHeader
 
 if TYPE_CHECKING:

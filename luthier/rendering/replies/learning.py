@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from luthier.errors import RowError, TemplateError
 from luthier.records import Conversation, Message, Part, Piece, Text, Thinking, ToolCall
 from luthier.rendering.render import Renderer
-from luthier.rendering.replies.form import JSON, Edge, Field, ObjectKeys, ReplyForm, Signs, joined
+from luthier.rendering.replies import JSON, Edge, Field, ObjectKeys, ReplyForm, Signs, joined
 from luthier.rendering.replies.scanner import ReplyScanner
 from luthier.rendering.template import Tools
 

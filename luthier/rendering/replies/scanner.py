@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from luthier.records import ToolCall
-from luthier.rendering.replies.form import (
+from luthier.rendering.replies import (
     JSON,
     SPOKEN,
     WHOLE,

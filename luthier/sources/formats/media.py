@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from luthier.errors import RowError
 from luthier.records import Audio, Image, Media, Part, Text, Video
-from luthier.sources.rows import json_kind
+from luthier.sources import json_kind
 from luthier.writing import counted
 
 if TYPE_CHECKING:

@@ -29,11 +29,9 @@ from luthier.records import (
     Thinking,
     ToolCall,
 )
-from luthier.sources.formats import turns
-from luthier.sources.formats.layout import Layout, undeclared
+from luthier.sources import RawRow, decode_text, json_kind, refuse_unreadable
+from luthier.sources.formats import Layout, read_weight, turns, undeclared
 from luthier.sources.formats.media import COLUMN_OF_KIND, FindSlots, MediaQueue, read_column
-from luthier.sources.formats.targets import read_weight
-from luthier.sources.rows import RawRow, decode_text, json_kind, refuse_unreadable
 from luthier.writing import JsonObject
 
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")

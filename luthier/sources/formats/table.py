@@ -25,10 +25,9 @@ from luthier.records import (
     Text,
     Tokenized,
 )
-from luthier.sources.formats.layout import check_columns
+from luthier.sources import json_kind
+from luthier.sources.formats import check_columns, mark_spans, read_spans
 from luthier.sources.formats.reading import Reading
-from luthier.sources.formats.targets import mark_spans, read_spans
-from luthier.sources.rows import json_kind
 from luthier.writing import counted
 
 # --------------------------------------------------------------------------------------------------------------------

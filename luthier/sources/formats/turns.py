@@ -13,10 +13,9 @@ from dataclasses import replace
 
 from luthier.errors import RowError
 from luthier.records import Audio, Conversation, Image, Message, Part, Text, Thinking, ToolCall, Video
-from luthier.sources.formats.layout import FUNCTION_CALL, Tags
+from luthier.sources import decode_text, json_kind
+from luthier.sources.formats import FUNCTION_CALL, Tags, mark_spans, read_flags, read_mark, read_spans
 from luthier.sources.formats.media import MediaQueue, names_media, read_media
-from luthier.sources.formats.targets import mark_spans, read_flags, read_mark, read_spans
-from luthier.sources.rows import decode_text, json_kind
 
 _STYLES = (("role", "content"), ("from", "value"))
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")

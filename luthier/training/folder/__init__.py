@@ -1,1 +1,123 @@
-"""What a run keeps on disk: its folder, checkpoints that are whole or set aside, and what it hands on."""
+"""What a run keeps on disk: its folder, checkpoints that are whole or set aside, and what it hands on.
+
+Here are the few ways in which that folder is written to, in one place, so that a test can make each of them fail.
+
+What transformers, PEFT and torch write by themselves goes into a staging folder, which counts for nothing until
+`checkpoint.seal` has looked at every byte of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from luthier.errors import CheckpointError
+from luthier.writing import counted, rename, sync, write_all, write_whole
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+TORCH_WRITER = "inline_container"  # the part of torch that writes files, by which its errors can be told
+HINTS = dict.fromkeys(FULL, "free space there, or choose another output.dir") | {
+    errno.EXDEV: "the folder spans two file systems, so nothing in it can be renamed: choose another output.dir",
+    errno.EIO: "the disk may be failing: look at the system's log, or choose another output.dir",
+}
+
+
+class RunFiles:
+    """Writes and moves files so that whoever looks sees the old or the new, whenever the process is killed."""
+
+    def before(self, operation: str, path: Path) -> None:
+        """Called before each operation that can fail; tests override it."""
+
+    def make_folder(self, folder: Path) -> None:
+        """Create a folder and its parents. Raises `CheckpointError`, as all that follow do."""
+        with reported(folder):
+            self.before("mkdir", folder)
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, path: Path, content: bytes) -> None:
+        """Write a file whole or not at all, so that it also survives a power cut."""
+        with reported(path):
+            write_whole(path, [content], before=self.before)
+
+    def append(self, path: Path, line: bytes) -> None:
+        """Add to the end of a file, in one piece; where that fails, the file is as it was."""
+        with reported(path):
+            self.before("append", path)
+            with path.open("ab", buffering=0) as file:
+                length = file.tell()
+                try:
+                    write_all(file.fileno(), line)
+                except OSError:
+                    with suppress(OSError):
+                        file.truncate(length)
+                    raise
+
+    def sync(self, path: Path) -> None:
+        """See that a file's content, or a folder's entries, are on the disk."""
+        with reported(path):
+            self.before("sync", path)
+            sync(path)
+
+    def give_ordinary_modes(self, folder: Path) -> None:
+        """Let all files in a folder be read as one that is opened for writing can be (umask): safetensors makes some
+        that nobody but their owner reads."""
+        ordinary = folder / ".mode"
+        with reported(folder):
+            self.before("mode", folder)
+            ordinary.touch()
+            mode = ordinary.stat().st_mode & 0o777
+            ordinary.unlink()
+            for path in folder.rglob("*"):
+                if path.is_file() and not path.is_symlink():
+                    path.chmod(path.stat().st_mode & ~0o666 | mode)
+
+    def rename(self, path: Path, target: Path) -> None:
+        """Give a file or folder another name in the same folder."""
+        with reported(target):
+            self.before("rename", target)
+            rename(path, target)
+
+    def remove_folder(self, folder: Path) -> None:
+        """Remove a folder with all that is in it, if it is there."""
+        with reported(folder, doing="removed"):
+            self.before("remove", folder)
+            with suppress(FileNotFoundError):
+                shutil.rmtree(folder)
+
+    def remove_file(self, path: Path) -> None:
+        """Remove a file, if it is there."""
+        with reported(path, doing="removed"):
+            self.before("remove", path)
+            path.unlink(missing_ok=True)
+
+
+FILES = RunFiles()
+
+
+@contextmanager
+def reported(path: Path, *, doing: str = "written") -> Iterator[None]:
+    """Tell what the disk refuses as one `CheckpointError` with the path, the reason and the way out.
+
+    Torch and safetensors have errors of their own for it, which are told in the same way.
+    """
+    try:
+        yield
+    except OSError as error:
+        free = _free(path) if error.errno in FULL else ""
+        hint = HINTS.get(error.errno or 0, "change the permissions there, or choose another output.dir")
+        raise CheckpointError(f"{path} cannot be {doing}: {error.strerror or error}{free}", hint=hint) from error
+    except (SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and TORCH_WRITER not in str(error):
+            raise
+        hint = HINTS[errno.ENOSPC]
+        raise CheckpointError(f"{path} cannot be {doing}: {error}{_free(path)}", hint=hint) from error
+
+
+def _free(path: Path) -> str:
+    there = next(folder for folder in path.absolute().parents if folder.is_dir())
+    return f" ({counted(shutil.disk_usage(there).free, 'byte is', 'bytes are')} free there)"

@@ -17,10 +17,10 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import TokenizerError
 from luthier.ledger import rows_beside
-from luthier.media import PROCESSOR_FILES
+from luthier.media.processors.processor import PROCESSOR_FILES
 from luthier.models.adapter_files import save_adapter
 from luthier.models.model import RANDOM_WEIGHTS
-from luthier.training.report.result import RunResult
+from luthier.training.report import RunResult
 from luthier.writing import counted
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")

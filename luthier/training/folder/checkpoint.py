@@ -27,7 +27,7 @@ from transformers import TrainerState
 
 from luthier.errors import CheckpointError, UserError
 from luthier.loader.stream_state import LoaderState
-from luthier.training.folder.staging import FILES, reported
+from luthier.training.folder import FILES, reported
 from luthier.training.folder.state import (
     READING_FAULTS,
     STRUCTURE,

@@ -18,11 +18,11 @@ from luthier.loader.feed import FeedPlace
 from luthier.loader.stream_state import LoaderState
 from luthier.packing.planner import PlannerPlace
 from luthier.records import Address, Batch
+from luthier.training.folder import FILES
 from luthier.training.folder import checkpoint as checkpoints
-from luthier.training.folder.staging import FILES
 from luthier.training.folder.state import has_state
+from luthier.training.report import LOG_FILE, RESULT_FILE
 from luthier.training.report.events import EventListener, Note
-from luthier.training.report.result import LOG_FILE, RESULT_FILE
 from luthier.writing import JsonObject, counted
 
 MODEL_FOLDER, MERGED_FOLDER, INITIAL_ADAPTER = "model", "merged", "initial_adapter"

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from luthier.errors import CheckpointError
 from luthier.models import sharding
-from luthier.training.folder.staging import FILES, reported
+from luthier.training.folder import FILES, reported
 from luthier.writing import counted
 
 STRUCTURE, TENSORS = ".json", ".safetensors"

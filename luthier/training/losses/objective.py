@@ -19,16 +19,28 @@ from luthier.config.objective import LOSSES, OBJECTIVES
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError, install_hint
 from luthier.loader.settings import units_of
-from luthier.models import attention_inputs, encoders, routers, sharding, submodules
+from luthier.models import (
+    MediaNeeds,
+    encoders,
+    evaluating,
+    families_of,
+    media_needs,
+    model_needs,
+    plain_model,
+    routers,
+    sharding,
+    text_attention,
+)
 from luthier.models.isolation import ChosenIsolation, choose_isolation
+from luthier.models.mixers import Isolation
 from luthier.models.model import REWARD_HEAD, is_reward_model
 from luthier.models.passes import ModelPass, OutputHead, casting, find_head, prove_head, reward_head, score_targets
-from luthier.objectives.head import AnyHead, Head, LigerKernel, liger_is_installed, runs_on
+from luthier.objectives import AnyHead, Head, LigerKernel, liger_is_installed, runs_on
 from luthier.objectives.hidden_loss import hidden_loss_sum
 from luthier.objectives.token_losses import TokenSettings
 from luthier.objectives.token_scores import TokenScores, token_scores, unfit
+from luthier.training.losses import BothLosses, ObjectiveParts, Tell, first_inputs, token_settings
 from luthier.training.losses.plugin_losses import checked_losses
-from luthier.training.losses.step_losses import BothLosses, ObjectiveParts, Tell, first_inputs, token_settings
 from luthier.writing import counted
 
 
@@ -47,8 +59,8 @@ def _proven_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPas
     if parts.how.packed:
         isolation = _isolation(parts, model, tell)
     else:
-        attention = submodules.text_attention(parts.loaded.model)
-        isolation = ChosenIsolation(isolation=attention_inputs.Isolation.PADDED, attention=attention, windows={})
+        attention = text_attention(parts.loaded.model)
+        isolation = ChosenIsolation(isolation=Isolation.PADDED, attention=attention, windows={})
     for note in isolation.notes:
         tell(f"attention: not {note}")
     if parts.how.packed:
@@ -119,12 +131,12 @@ def _isolation(parts: ObjectiveParts, model: nn.Module, tell: Callable[[str], No
     return choose(shared=False)
 
 
-def _needs(parts: ObjectiveParts) -> submodules.MediaNeeds:
+def _needs(parts: ObjectiveParts) -> MediaNeeds:
     """By the family's row; of a kind of model without one, by what its processor says."""
     model = parts.loaded.model
-    if parts.media is not None and not submodules.families_of(model.config):
-        return submodules.media_needs(parts.media.processor.family, model.config.to_dict())
-    return submodules.model_needs(model)
+    if parts.media is not None and not families_of(model.config):
+        return media_needs(parts.media.processor.family, model.config.to_dict())
+    return model_needs(model)
 
 
 def make_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
@@ -140,7 +152,7 @@ class HiddenStates(nn.Module):
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         super().__init__()
-        plain = submodules.plain_model(model)
+        plain = plain_model(model)
         self.plain, self.config = plain, plain.config
         assert hasattr(plain, REWARD_HEAD), f"{type(plain).__name__} has no {REWARD_HEAD}"
 
@@ -245,7 +257,7 @@ def _problem(parts: ObjectiveParts, model: nn.Module, head: OutputHead, inputs: 
         return kernel_problem(hidden_ND.repeat(times, 1), logits_of, ids_K, settings=settings)
 
     autocast = torch.autocast(next_N.device.type, parts.autocast, enabled=parts.autocast is not None)
-    with submodules.evaluating(model), torch.no_grad(), autocast:
+    with evaluating(model), torch.no_grad(), autocast:
         return score_targets(model, inputs, positions_N, score, head=head).scores
 
 

@@ -16,9 +16,7 @@ from torch import nn
 
 from luthier.config.objective import LOSSES
 from luthier.models.passes import ModelPass
-from luthier.objectives.answer_losses import pair_loss_sum, reward_loss_sum
-from luthier.objectives.head import AnyHead
-from luthier.objectives.measures import Measure
+from luthier.objectives import AnyHead, Measure
 from luthier.objectives.pair_formulas import (
     Counterparts,
     PairBaselines,
@@ -31,13 +29,14 @@ from luthier.objectives.pair_formulas import (
     sequence_scores,
     tail_discount,
 )
+from luthier.objectives.token_losses import pair_loss_sum, reward_loss_sum
 from luthier.objectives.token_scores import TokenScores, log_square_sums, token_scores
 from luthier.records import Batch, Targets
-from luthier.training.losses import step_losses
+from luthier.training import losses as step_losses
 from luthier.training.losses.reference_choice import choose_reference, ld_alpha
 from luthier.training.losses.references import Reference
 from luthier.training.losses.tokens import held_out_losses
-from luthier.training.report.result import ACCURACIES, ENTROPY, MARGINS, REWARDS
+from luthier.training.report import ACCURACIES, ENTROPY, MARGINS, REWARDS
 
 
 def pair_losses(

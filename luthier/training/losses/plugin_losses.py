@@ -21,21 +21,13 @@ from luthier.errors import LuthierError, PluginError
 from luthier.ledger import Ledger
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.settings import train_settings, units_of
+from luthier.models import evaluating
 from luthier.models.passes import ModelPass, casting
-from luthier.models.submodules import evaluating
-from luthier.objectives.measures import Measure, Measures
+from luthier.objectives import Measure, Measures
 from luthier.plugins import failure_of
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch
-from luthier.training.losses.step_losses import (
-    AnswerLosses,
-    BothLosses,
-    MicroLoss,
-    ObjectiveParts,
-    Reduce,
-    StepLosses,
-    Tell,
-)
+from luthier.training.losses import AnswerLosses, BothLosses, MicroLoss, ObjectiveParts, Reduce, StepLosses, Tell
 from luthier.training.streams import EvalStream, World
 
 NAMES = ("forward", "measured", "num_units", "begin_step", "loss", "end_step", "state", "load_state")

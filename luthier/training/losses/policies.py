@@ -12,11 +12,10 @@ from torch import nn
 from luthier.config.loss_rows import Loss
 from luthier.config.objective import LOSSES
 from luthier.config.rollout import RolloutConfig
+from luthier.models import evaluating
 from luthier.models.passes import ModelPass, ValueHead, add_value_head
 from luthier.models.quantized import rounds_inputs
-from luthier.models.submodules import evaluating
-from luthier.objectives.loss_call import computed_losses
-from luthier.objectives.measures import Measures, measure
+from luthier.objectives import Measures, computed_losses, measure
 from luthier.objectives.policy_losses import (
     Advantage,
     Divisor,
@@ -35,11 +34,11 @@ from luthier.objectives.policy_losses import (
 )
 from luthier.objectives.token_scores import TokenScores
 from luthier.records import Batch, PolicyTargets
-from luthier.training.losses import step_losses
+from luthier.training import losses as step_losses
 from luthier.training.losses.reference_choice import reference_model
 from luthier.training.losses.references import ReferenceModel
 from luthier.training.losses.tokens import TokenLosses, held_out_losses
-from luthier.training.report.result import ENTROPY
+from luthier.training.report import ENTROPY
 from luthier.training.rollouts.early_warnings import NUMBERS, GapWatch
 
 CLIPPED = "clipped"

@@ -15,14 +15,14 @@ from luthier.config.objective import OBJECTIVES, ReferenceSource
 from luthier.config.schema import AdapterConfig, RunConfig
 from luthier.encoding.tokenizer_files import find_files
 from luthier.errors import ModelError, RowError, TokenizerError
-from luthier.models import adapter_files, adapters, mixers, quantized, submodules
+from luthier.models import adapter_files, adapters, mixers, plain_model, quantized, set_text_attention
 from luthier.models.model import load_model, quantize_whole
 from luthier.models.passes import ModelPass, casting, find_head, prove_head
 from luthier.preparation.segments import SegmentIndex
-from luthier.sources.rows import decode_strict
+from luthier.sources import decode_strict
+from luthier.training.losses import ObjectiveParts, first_inputs
 from luthier.training.losses.objective import choose_kernel
 from luthier.training.losses.references import Precomputation, Reference, ReferenceModel, precomputed_reference
-from luthier.training.losses.step_losses import ObjectiveParts, first_inputs
 from luthier.writing import counted
 
 
@@ -118,7 +118,7 @@ def _second_model(parts: ObjectiveParts, forward: ModelPass, tell: Callable[[str
     model.requires_grad_(False)
     model.eval()
     tell(f"reference: a second model, {config.model.name_or_path if named is None else named}")
-    plain = submodules.plain_model(model)
+    plain = plain_model(model)
     if quantized.is_quantized(plain):
         tell(f"reference: {quantized.quantization_note(plain)}")
     model.to(parts.device)
@@ -172,7 +172,7 @@ def _loaded(config: RunConfig, parts: ObjectiveParts, forward: ModelPass) -> Pre
     loaded = replace(loaded, model=adapter_files.merge_first(loaded.model, config.adapter))
     model = quantize_whole(loaded, config).model
     model.config.get_text_config().use_cache = False  # it would hold keys and values of all layers for nothing
-    submodules.set_text_attention(model, forward.isolation.attention)
+    set_text_attention(model, forward.isolation.attention)
     mixers.part_mixers(model)
     return model
 

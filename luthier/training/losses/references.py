@@ -23,17 +23,17 @@ from torch import nn
 
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
-from luthier.models import sharding, submodules
+from luthier.models import evaluating, sharding
 from luthier.models.passes import ModelPass
-from luthier.objectives.head import AnyHead, Head
+from luthier.objectives import AnyHead, Head
 from luthier.objectives.hidden_loss import ReferenceHidden
 from luthier.objectives.pair_formulas import sequence_scores, tail_discount
 from luthier.packing.epoch import plan_epoch
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch, Targets
+from luthier.store import SampleStore
 from luthier.store.disk import Disk
-from luthier.store.store import SampleStore
-from luthier.training.losses.step_losses import pairs_of
+from luthier.training.losses import pairs_of
 from luthier.training.streams import EvalStream
 
 
@@ -101,7 +101,7 @@ class ReferenceModel:
         if self.under_adapter:
             assert isinstance(self.model, PeftModel), "a model without adapter has nothing under it"
             without = self.model.disable_adapter()
-        with submodules.evaluating(self.model), torch.no_grad(), without:  # no dropout
+        with evaluating(self.model), torch.no_grad(), without:  # no dropout
             yield
 
 

@@ -8,16 +8,15 @@ import torch
 from torch import nn
 
 from luthier.models.passes import ModelPass
-from luthier.objectives.head import AnyHead
+from luthier.objectives import AnyHead, Measure, measure
 from luthier.objectives.hidden_loss import hidden_loss_sum
-from luthier.objectives.measures import Measure, measure
 from luthier.objectives.token_losses import TokenLoss, TokenSettings, losses_by_source
 from luthier.objectives.token_scores import token_scores
 from luthier.records import Batch, Targets
-from luthier.training.losses import step_losses
+from luthier.training import losses as step_losses
 from luthier.training.losses.reference_choice import reference_model
 from luthier.training.losses.references import ReferenceModel
-from luthier.training.report.result import ENTROPY
+from luthier.training.report import ENTROPY
 
 
 def token_losses(

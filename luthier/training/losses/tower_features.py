@@ -1,6 +1,6 @@
 """What frozen towers make of the run's images and videos, computed once and kept beside the samples.
 
-<store>/tower_features/<digest>/    one file an item (`media.feature_files`)
+<store>/tower_features/<digest>/    one file an item (`media.FeatureFiles`)
 
 The digest covers the towers' weights, the model's settings, the processor and the precision; an item's name covers the
 version of its file. So what is found is what would be computed, and a pass that was interrupted goes on with the rest.
@@ -23,16 +23,17 @@ from accelerate import PartialState
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from luthier.collation import MediaInputs, collate_packs
+from luthier.collation import MediaInputs
+from luthier.collation.collator import collate_packs
 from luthier.config.choices import ModelPart, Precision
 from luthier.config.inputs import MediaCache
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError, RowError, StoreError
 from luthier.loader.plan import StreamPlan
-from luthier.media.feature_files import FeatureFiles, ItemFeatures, item_key
+from luthier.media import FeatureFiles, ItemFeatures, item_key
+from luthier.models import evaluating, find_parts, output_layer
 from luthier.models.encoders import Encoders, blank_features, with_encoder_outputs
 from luthier.models.model import run_precision
-from luthier.models.submodules import evaluating, find_parts, output_layer
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Media, MediaHeader, MediaItem, Pack, Segment
 from luthier.store.disk import Disk

@@ -14,18 +14,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from luthier.collation import has_only_text, only_segments
+from luthier.collation.collator import has_only_text, only_segments
 from luthier.config.objective import LOSSES
 from luthier.models.passes import ModelPass, Scored
-from luthier.objectives import answer_losses
-from luthier.objectives.measures import Measure, Measures, measure
+from luthier.objectives import Measure, Measures, measure
+from luthier.objectives import token_losses as answer_losses
 from luthier.objectives.pair_formulas import SequenceScores, sequence_scores
 from luthier.objectives.token_scores import TokenScores
 from luthier.records import Batch, Targets
-from luthier.training.losses import step_losses
+from luthier.training import losses as step_losses
 from luthier.training.losses.reference_choice import choose_reference
 from luthier.training.losses.references import Reference
-from luthier.training.report.result import ACCURACIES, ENTROPY, REWARDS
+from luthier.training.report import ACCURACIES, ENTROPY, REWARDS
 
 
 def feedback_losses(

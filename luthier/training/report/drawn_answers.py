@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from luthier.errors import UserError
-from luthier.training.rollouts.answer_groups import FOLDER
+from luthier.training.rollouts import FOLDER
 from luthier.writing import counted
 
 LAST_SHARE, MOST_FILES = 0.1, 20  # of the steps, which the report looks at

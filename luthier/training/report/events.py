@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column
 
 from luthier.terminal import stderr_terminal
-from luthier.training.folder.staging import FILES
-from luthier.training.report.result import ACCURACIES, MARGINS, EvalRecord, GenerationRound, StepRecord
+from luthier.training.folder import FILES
+from luthier.training.report import ACCURACIES, MARGINS, EvalRecord, GenerationRound, StepRecord
 from luthier.writing import counted, printable
 
 

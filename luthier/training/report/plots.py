@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from luthier.training.report.result import ACCURACIES, RunResult
+from luthier.training.report import ACCURACIES, RunResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,9 +22,8 @@ from rich.text import Text
 
 from luthier.ledger import rows_beside
 from luthier.terminal import facts_table, plain_table
-from luthier.training.report import plots
+from luthier.training.report import ACCURACIES, MARGINS, REWARDS, Ended, GenerationRound, RunResult, plots
 from luthier.training.report.drawn_answers import AnswersOfRun, answers_of_run, numbers_of, page_templates
-from luthier.training.report.result import ACCURACIES, MARGINS, REWARDS, Ended, GenerationRound, RunResult
 from luthier.writing import counted, to_json, write_text
 
 REPORT_JSON, REPORT_HTML, LOSS_PNG = "report.json", "report.html", "loss.png"
@@ -34,7 +33,7 @@ REPORT_JSON, REPORT_HTML, LOSS_PNG = "report.json", "report.html", "loss.png"
 class Report:
     """A run's result with what was known before it began.
 
-    plan          `check.plan.costs.RunPlan` in JSON types
+    plan          `check.plan.RunPlan` in JSON types
     fingerprints  of what decides the data: encoder, tokenizer
     sample        the first sample in colour, HTML that is safe to embed
     quickstart    whether this was ``luthier quickstart``, whose JSON says how exact the answers were

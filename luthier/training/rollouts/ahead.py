@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.engines.engine import Completion, Finish
+from luthier.engines import Completion, Finish
 from luthier.errors import CheckpointError, UserError
+from luthier.training.folder import FILES
 from luthier.training.folder.checkpoint import read_json, taking_over
-from luthier.training.folder.staging import FILES
 from luthier.training.generate import Question
 from luthier.training.rollouts.talks import ModelCall, Trajectory
 from luthier.writing import JsonObject

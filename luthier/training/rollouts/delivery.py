@@ -19,19 +19,17 @@ from numpy.typing import NDArray
 
 from luthier.config.rollout import GapAction
 from luthier.config.schema import RunConfig
-from luthier.engines.delivered import digest_of, folder_of
-from luthier.engines.engine import Ids, WeightsName
+from luthier.engines import Ids, Sampler, SamplerPool, WeightsName
 from luthier.engines.http import HttpSampler
-from luthier.engines.json_client import JsonClient, token_from
-from luthier.engines.local import LocalEngine
-from luthier.engines.pool import PAUSES, Sampler, SamplerPool
+from luthier.engines.json_client import PAUSES, JsonClient, token_from
+from luthier.engines.local import LocalEngine, digest_of, folder_of
 from luthier.errors import SamplerLost, TrainingError, UserError
 from luthier.training.callbacks import Hooks
+from luthier.training.folder import FILES
 from luthier.training.folder.checkpoint import replacing
-from luthier.training.folder.staging import FILES
 from luthier.training.generate import Question
-from luthier.training.ranks import summed_over_ranks
-from luthier.training.rollouts.ray_samplers import ray_samplers
+from luthier.training.processes import summed_over_ranks
+from luthier.training.rollouts.ray_cluster import ray_samplers
 from luthier.training.streams import World
 from luthier.writing import counted
 

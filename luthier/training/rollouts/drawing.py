@@ -22,17 +22,18 @@ from numpy.typing import NDArray
 from luthier.config.objective import Learned
 from luthier.config.rollout import DeadGroups, RolloutConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion, Engine
+from luthier.engines import Completion, Engine
 from luthier.errors import CheckpointError, SamplerLost, TrainingError
 from luthier.loader.reader import PlannedMicroBatch
 from luthier.objectives.policy_losses import Advantage, advantages
 from luthier.records import Batch, Ints, Segment
 from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
 from luthier.sources.formats.turns import message_row
+from luthier.training import rollouts
 from luthier.training.generate import Question, question_of, shown
-from luthier.training.ranks import most_over_ranks, summed_over_ranks
-from luthier.training.report.result import ASKED_ANEW, DRAWING
-from luthier.training.rollouts import ahead, answer_groups
+from luthier.training.processes import most_over_ranks, summed_over_ranks
+from luthier.training.report import ASKED_ANEW, DRAWING
+from luthier.training.rollouts import ahead
 from luthier.training.rollouts.delivery import Delivery, Snapshot, on_all_ranks
 from luthier.training.rollouts.early_warnings import EarlyWarnings, StepAnswers
 from luthier.training.rollouts.sampler_probes import SamplerProbes
@@ -75,7 +76,7 @@ class Rollouts:
     tokenizer: Tokenizer
     judge: RewardJudge
     advantage: Advantage
-    layout: answer_groups.AnswerLayout
+    layout: rollouts.AnswerLayout
     seed: int
     folder: Path
     world: World
@@ -110,11 +111,11 @@ class Rollouts:
         )
         if self.probes is not None:
             self.probes.drawn(drawn, now=drawn_now)
-        facts, waiting = answer_groups.facts_of(drawn, len(self.judge.rewards)), iter(drawn)
+        facts, waiting = rollouts.facts_of(drawn, len(self.judge.rewards)), iter(drawn)
         groups = [
             next(waiting)
             if ours
-            else answer_groups.group_of_row(question, segment, step, num_rewards=len(self.judge.rewards))
+            else rollouts.group_of_row(question, segment, step, num_rewards=len(self.judge.rewards))
             for (question, segment), ours in zip(asked, is_own, strict=True)
         ]
         groups += waiting  # of prompts that are asked in place of others
@@ -139,17 +140,16 @@ class Rollouts:
         packs = [pack for one in planned if not one.is_blank for pack in reader.packs(one)]
         return self._asked([segment for pack in packs for segment in pack.segments])
 
-    def _laid_out(self, groups: Sequence[answer_groups.AnswerGroup], step: int) -> list[Batch]:
+    def _laid_out(self, groups: Sequence[rollouts.AnswerGroup], step: int) -> list[Batch]:
         chosen = [self._choice.of(group) for group in groups]
         kept = [group for group in chosen if self.config.dead_groups is DeadGroups.KEEP or not group.is_dead]
-        learned = list(answer_groups.micro_batches([group for group in kept if len(group.answers)], self.layout))
+        learned = list(rollouts.micro_batches([group for group in kept if len(group.answers)], self.layout))
         found = [
-            self._scored(rows, answer_groups.collated(rows, self.layout, age=step % self.updates), step)
-            for rows in learned
+            self._scored(rows, rollouts.collated(rows, self.layout, age=step % self.updates), step) for rows in learned
         ]
         return found or [self.layout.blank()]
 
-    def _scored(self, rows: Sequence[Sequence[answer_groups.AnswerGroup]], batch: Batch, step: int) -> Batch:
+    def _scored(self, rows: Sequence[Sequence[rollouts.AnswerGroup]], batch: Batch, step: int) -> Batch:
         """With what is to be known of the answers under the weights that drew them."""
         if self.score is None:
             return batch
@@ -219,11 +219,11 @@ class Rollouts:
                 hint="set rollout.updates as it was, or begin anew with output.overwrite: true",
             )
 
-    def _groups(self, questions: Sequence[Question], step: int, reader: ReadsPacks) -> list[answer_groups.AnswerGroup]:
+    def _groups(self, questions: Sequence[Question], step: int, reader: ReadsPacks) -> list[rollouts.AnswerGroup]:
         """Of these questions, and of those that are asked in place of them where they teach nothing."""
         kept, told, asked_anew = self.kept.get(step), _AskedInStep(), 0
         found: dict[str, list[ahead.KeptAnswer]] = {}
-        groups: list[answer_groups.AnswerGroup] = []
+        groups: list[rollouts.AnswerGroup] = []
         for left in reversed(range(1 + self.most_rounds)):
             answers = self._judged(questions, step, told) if kept is None else kept
             of_round = [self._group(question, ahead.answers_to(question, answers, step)) for question in questions]
@@ -241,17 +241,17 @@ class Rollouts:
             self._of_step.setdefault(step, {})[ASKED_ANEW] = float(asked_anew)
         return groups
 
-    def _spare_for(self, groups: Sequence[answer_groups.AnswerGroup], step: int, asked_anew: int) -> Ints:
+    def _spare_for(self, groups: Sequence[rollouts.AnswerGroup], step: int, asked_anew: int) -> Ints:
         """Segments that all ranks ask in place of groups that teach nothing, behind those asked before."""
         assert self.spare is not None
         dead = sum(self._choice.of(group).is_dead for group in groups)
         return self.spare.segments(step, asked_anew, asked_anew + int(summed_over_ranks([dead], self.world)[0]))
 
-    def _group(self, question: Question, answers: Sequence[ahead.KeptAnswer]) -> answer_groups.AnswerGroup:
+    def _group(self, question: Question, answers: Sequence[ahead.KeptAnswer]) -> rollouts.AnswerGroup:
         ours = [one for one in answers if self._is_learned(one.reward)]
         rewards_G = np.array([one.reward for one in ours])
         drawn = [one.answer.seeing(question.media) for one in ours]
-        return answer_groups.AnswerGroup(
+        return rollouts.AnswerGroup(
             question=question,
             answers=drawn,
             rewards_G=rewards_G,
@@ -291,8 +291,8 @@ class Rollouts:
         judged, groups_N = told.judged(), np.array(told.groups, dtype=np.int64)
         fates_N = self._fates(groups_N, judged)
         self._write_counts(step, told, groups_N, fates_N)
-        answer_groups.write_answers(
-            answer_groups.answers_file(self.folder, step, self.world.rank),
+        rollouts.write_answers(
+            rollouts.answers_file(self.folder, step, self.world.rank),
             [told.questions[key] for key in told.groups],
             told.answers,
             told.texts,
@@ -321,8 +321,8 @@ class Rollouts:
         return found_N
 
     @property
-    def _choice(self) -> answer_groups.AnswerChoice:
-        return answer_groups.AnswerChoice(learned=self.learned, keep=self.config.keep, bar=self.config.bar)
+    def _choice(self) -> rollouts.AnswerChoice:
+        return rollouts.AnswerChoice(learned=self.learned, keep=self.config.keep, bar=self.config.bar)
 
     def _fates(self, groups_N: NDArray[np.int64], judged: Judged) -> list[str]:
         found = [""] * len(groups_N)
@@ -330,7 +330,7 @@ class Rollouts:
             ours = np.flatnonzero(groups_N == group).tolist()
             reasons = [judged.reasons_N[place] for place in ours]
             for place, fate in zip(
-                ours, answer_groups.fates(judged.total_N[ours], reasons, self._choice, self.advantage), strict=True
+                ours, rollouts.fates(judged.total_N[ours], reasons, self._choice, self.advantage), strict=True
             ):
                 found[place] = fate
         return found
@@ -342,8 +342,8 @@ class Rollouts:
         for key, count in enumerate(drawn_Q.tolist()):
             counts[f"not answered: {told.refused.get(key, 'it was not begun')}"] += self.config.answers - count
         if self.world.is_main:
-            answer_groups.remove_other_ranks(self.folder, step, self.world.size)
-        answer_groups.write_counts(answer_groups.answers_file(self.folder, step, self.world.rank), +counts)
+            rollouts.remove_other_ranks(self.folder, step, self.world.size)
+        rollouts.write_counts(rollouts.answers_file(self.folder, step, self.world.rank), +counts)
 
     def _drawn_for(self, questions: Sequence[Question], step: int) -> dict[tuple[int, int], Trajectory]:
         """The answers of a step, drawn now or ahead of it."""

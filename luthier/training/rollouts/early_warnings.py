@@ -15,11 +15,11 @@ from torch import nn
 from luthier.config.rollout import GapAction, RolloutConfig
 from luthier.errors import TrainingError
 from luthier.models.passes import ModelPass
-from luthier.objectives.measures import Measures, measure
+from luthier.objectives import Measures, measure
 from luthier.objectives.policy_losses import GapNumbers, GapSums
 from luthier.records import Batch
 from luthier.rewards.judging import DrawnAnswer, Judged
-from luthier.training.losses.step_losses import Reduce, Tell
+from luthier.training.losses import Reduce, Tell
 from luthier.writing import JsonObject
 
 FIRST_ANSWERS = 32  # so many answers of one reward are suspicious

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.schema import GenerateConfig
-from luthier.engines.engine import Completion
-from luthier.metrics.table import Answered, Metric, measured, told_of_values
-from luthier.packing.settings import Segments
+from luthier.config.schema import GenerateConfig, RunConfig
+from luthier.engines import Completion
+from luthier.errors import UserError
+from luthier.metrics import JUDGE, Answered, Metric, measured, told_of_values
+from luthier.packing import Segments
 from luthier.records import Address, Segment
 from luthier.rewards.judging import DrawnAnswer, RewardJudge
-from luthier.sources.source import RowsByAddress
-from luthier.training.generate import Question, wanted
-from luthier.training.report.result import GenerationRecord, GenerationRound
+from luthier.sources.origins import resolve_sources
+from luthier.sources.source import RowsByAddress, open_sources
+from luthier.training.generate import Question, answering, wanted
+from luthier.training.report import GenerationRecord, GenerationRound
 from luthier.training.rollouts.drawing import Rollouts
 from luthier.training.rollouts.talks import ModelCall, NoteCount, Talks, Trajectory, sampling
 
@@ -163,3 +165,30 @@ def _told(
     most = max(map(len, values))
     likely = found.get(f"pass@{most}")
     return {name: found} | ({f"{name} pass@{most}": {"mean": likely}} if likely is not None else {})
+
+
+def held_out_talks(
+    rollouts: object, config: RunConfig, held_out: Segments, tell: Callable[[str], None]
+) -> HeldOutTalks | None:
+    """Held-out rows answered as those of training are, where answers take several turns. Raises `UserError`."""
+    if not isinstance(rollouts, Rollouts) or rollouts.talks is None:
+        return None
+    if JUDGE in config.eval.metrics:
+        what = "eval.metrics: answers of several turns are not judged by the metric judge"
+        raise UserError(what, hint="remove it: the run's rewards judge them", key="eval.metrics")
+    told: set[str] = set()
+
+    def note(what: str, _: int) -> None:
+        if what not in told:
+            tell(f"held-out rows: {what}")
+        told.add(what)
+
+    train, own = resolve_sources(config.data)
+    return HeldOutTalks.of(
+        replace(rollouts.talks, engine=rollouts.held_out_engine),
+        held_out,
+        config.eval.generate_rows,
+        rows=RowsByAddress(sources=open_sources(own or train, seed=config.runtime.seed)),
+        settings=answering(config),
+        note=note,
+    )

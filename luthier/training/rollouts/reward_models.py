@@ -26,7 +26,7 @@ from luthier.config.schema import AdapterConfig, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.replies import ReplyReader, prompt_of_turns, with_system_message
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Ids
+from luthier.engines import Ids
 from luthier.engines.local import RewardEngine
 from luthier.errors import ModelError, RowError, SourceError, UserError
 from luthier.models.adapter_files import load_to_answer, merge_first, mutates_base
@@ -41,11 +41,11 @@ from luthier.models.model import (
 )
 from luthier.models.vocabulary import Vocabulary
 from luthier.records import Address, Conversation, Message, Preference, Segment, Text
-from luthier.rendering.replies.form import joined
+from luthier.rendering.replies import joined
 from luthier.rewards.function_process import NoReward
 from luthier.rewards.judging import AnswerJudge, DrawnAnswer, Opinion
-from luthier.sources import open_sources, resolve_sources
-from luthier.sources.source import RowsByAddress
+from luthier.sources.origins import resolve_sources
+from luthier.sources.source import RowsByAddress, open_sources
 from luthier.writing import counted
 
 UNKNOWN = "its conversation is not found again in the data"

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from peft import PeftModel
 
 from luthier.config.rollout import GapAction
-from luthier.engines.engine import Completion, Engine, Finish, Ids
+from luthier.engines import Completion, Engine, Finish, Ids
 from luthier.engines.local import NO_ADAPTER, LocalEngine
 from luthier.errors import TrainingError
 from luthier.models.passes import casting
 from luthier.models.quantized import rounds_inputs
 from luthier.models.sharding import gather_all
 from luthier.records import Batch
-from luthier.training.rollouts.answer_groups import AnswerGroup, AnswerLayout, collated
+from luthier.training.rollouts import AnswerGroup, AnswerLayout, collated
 from luthier.training.rollouts.early_warnings import CANARIES, GapWatch
 from luthier.training.rollouts.talks import ModelCall, Trajectory, answer_tree
 from luthier.writing import counted

@@ -31,11 +31,11 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.pieces import fold
 from luthier.encoding.replies import DrawnPrompt, DrawnTurn, ReplyReader, prompt_of_turns, with_system_message
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.engine import Completion, Engine, Finish, Ids, Refusal, Request
+from luthier.engines import Completion, Engine, Finish, Ids, Refusal, Request
 from luthier.errors import RowError
 from luthier.records import Address, Branch, Conversation, MediaItem, Message, Sample, Segment, Text, ToolCall
-from luthier.rendering.replies.form import ReplyDelta, joined
-from luthier.rewards.dialogue_environment import Over
+from luthier.rendering.replies import ReplyDelta, joined
+from luthier.rewards import Over
 from luthier.rewards.function_process import EnvironmentProcess, NoAnswer, ToolBox
 from luthier.sources.formats.turns import message_row
 from luthier.sources.source import RowsByAddress
