@@ -152,16 +152,16 @@ if TYPE_CHECKING:
     from luthier.objectives import Measure as Measure
     from luthier.objectives import SequenceLoss as SequenceLoss
     from luthier.objectives import measure as measure
+    from luthier.objectives.loss_sums import FeedbackBaselines as FeedbackBaselines
+    from luthier.objectives.loss_sums import FeedbackSettings as FeedbackSettings
+    from luthier.objectives.loss_sums import TokenLoss as TokenLoss
+    from luthier.objectives.loss_sums import TokenQuantities as TokenQuantities
+    from luthier.objectives.loss_sums import TokenSettings as TokenSettings
+    from luthier.objectives.loss_sums import token_loss_sum as token_loss_sum
     from luthier.objectives.pair_formulas import Counterparts as Counterparts
     from luthier.objectives.pair_formulas import PairBaselines as PairBaselines
     from luthier.objectives.pair_formulas import PairScores as PairScores
     from luthier.objectives.pair_formulas import PairSettings as PairSettings
-    from luthier.objectives.token_losses import FeedbackBaselines as FeedbackBaselines
-    from luthier.objectives.token_losses import FeedbackSettings as FeedbackSettings
-    from luthier.objectives.token_losses import TokenLoss as TokenLoss
-    from luthier.objectives.token_losses import TokenQuantities as TokenQuantities
-    from luthier.objectives.token_losses import TokenSettings as TokenSettings
-    from luthier.objectives.token_losses import token_loss_sum as token_loss_sum
     from luthier.objectives.token_scores import TokenScores as TokenScores
     from luthier.packing import UnitKind as UnitKind
     from luthier.packing.epoch import PlanSummary as PlanSummary

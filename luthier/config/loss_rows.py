@@ -90,7 +90,7 @@ def _tokens(name: str, formula: str, paper: str, says: str, *, numbers: Numbers 
     return Loss(
         name=name,
         objectives=("sft", "pt", "best_of_n"),
-        function=f"luthier.objectives.token_losses:{name}",
+        function=f"luthier.objectives.loss_sums:{name}",
         numbers={"label_smoothing": 0.0, "z_loss": 0.0, **(numbers or {})},
         formula=formula,
         paper=paper,
@@ -100,7 +100,7 @@ def _tokens(name: str, formula: str, paper: str, says: str, *, numbers: Numbers 
 
 
 def _rewards(name: str, formula: str, paper: str, says: str, *, numbers: Numbers) -> Loss:
-    function = f"luthier.objectives.token_losses:{name}"
+    function = f"luthier.objectives.loss_sums:{name}"
     return Loss(
         name=name, objectives=("rm",), function=function, numbers=numbers, formula=formula, paper=paper, says=says
     )
@@ -134,7 +134,7 @@ def _verdicts(name: str, formula: str, paper: str, says: str, **needs: Any) -> L
     return Loss(
         name=name,
         objectives=("kto",),
-        function=f"luthier.objectives.token_losses:{name}",
+        function=f"luthier.objectives.loss_sums:{name}",
         numbers={"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "sft_weight": 0.0},
         reference=True,
         formula=formula,
@@ -460,7 +460,7 @@ ROWS = (
     Loss(
         name="gkd",
         objectives=("distill",),
-        function="luthier.objectives.token_losses:gkd",
+        function="luthier.objectives.loss_sums:gkd",
         numbers={"gkd_beta": 0.5, "gkd_top_k": 0},
         reference=True,
         formula="b KL(teacher, m) + (1-b) KL(policy, m), m = b teacher + (1-b) policy, b = gkd_beta",

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from luthier.config.choices import RowKind
 from luthier.config.objective import LOSSES, loss_of
 from luthier.objectives import AnyHead, ChunkedHead, Head, HeadGradients, Softmax, chunks_of, hand_over_, softmax_
-from luthier.objectives.token_losses import (
+from luthier.objectives.loss_sums import (
     EAFT_CANDIDATES,
     TokenLoss,
     TokenQuantities,

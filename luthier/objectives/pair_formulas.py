@@ -423,7 +423,7 @@ def _bounded_expm1(exponents: torch.Tensor) -> torch.Tensor:
 def _kl_or_mean(known: float | None, ratios_P: torch.Tensor) -> torch.Tensor:
     if known is not None:
         return ratios_P.new_tensor(known)
-    # unlike the estimate of `answer_losses` this one is differentiated, as in TRL 0.8
+    # unlike the estimate of `loss_sums` this one is differentiated, as in TRL 0.8
     return ratios_P.mean().clamp(min=0) if len(ratios_P) else ratios_P.new_zeros(())
 
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_type_hints
 
 from luthier.rewards import Over
-from luthier.writing import JsonObject
 
 REWARDS, TOOLS = "rewards", "tools"
 OFFERED = ("expected", "prompt", "finished", "columns", "conversation")  # keywords that every function may take
@@ -225,7 +224,7 @@ def _rewards_in(body: bytes) -> list[object]:
 # ------------------------------------------------------------------------------------------- Tools and environments
 
 
-def declaration(function: Any) -> JsonObject:
+def declaration(function: Any) -> dict[str, Any]:
     """A function as chat templates take it, from its signature and docstring. Raises ``TypeError`` or pydantic's
     errors, where an argument's type has no JSON schema."""
     from pydantic import TypeAdapter

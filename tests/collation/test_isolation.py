@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from luthier.collation.collator import collate_packs
-from luthier.objectives.token_losses import token_loss_sum
+from luthier.objectives.loss_sums import token_loss_sum
 from luthier.packing.packer import plan_packs
 from luthier.records import Pack, Segment
 

@@ -17,7 +17,7 @@ from luthier.objectives.hidden_loss import (
     hidden_loss_sum,
     log_probabilities,
 )
-from luthier.objectives.token_losses import TokenSettings
+from luthier.objectives.loss_sums import TokenSettings
 
 C, V, D = 5, 23, 4
 BETAS = pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from luthier.config.objective import ObjectiveConfig, losses_of
-from luthier.objectives.pair_formulas import PairBaselines, PairScores, PairSettings
-from luthier.objectives.token_losses import (
+from luthier.objectives.loss_sums import (
     FeedbackBaselines,
     FeedbackScores,
     FeedbackSettings,
@@ -15,6 +14,7 @@ from luthier.objectives.token_losses import (
     pair_loss_sum,
     reward_loss_sum,
 )
+from luthier.objectives.pair_formulas import PairBaselines, PairScores, PairSettings
 from luthier.training.losses import answer_settings
 
 PAIR_LOSSES = losses_of("dpo")

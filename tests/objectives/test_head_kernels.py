@@ -15,7 +15,7 @@ from tiny_kernel import PlainKernel, kernel_under_test
 
 from luthier.objectives import Head, KernelAnswer, KernelTask, LossKernel
 from luthier.objectives.hidden_loss import ReferenceHidden, hidden_loss_sum
-from luthier.objectives.token_losses import TokenSettings
+from luthier.objectives.loss_sums import TokenSettings
 from luthier.objectives.token_scores import token_scores
 from luthier.training.losses.objective import LIMITS, kernel_problem
 

@@ -14,8 +14,8 @@ import luthier
 from luthier.config.objective import LOSSES
 from luthier.objectives import Head
 from luthier.objectives.hidden_loss import hidden_loss_sum
+from luthier.objectives.loss_sums import FeedbackScores, feedback_loss_sum, pair_loss_sum, reward_loss_sum
 from luthier.objectives.pair_formulas import SequenceScores, pair_scores
-from luthier.objectives.token_losses import FeedbackScores, feedback_loss_sum, pair_loss_sum, reward_loss_sum
 
 U = 6
 PAIRS_P2 = torch.arange(2 * U).reshape(U, 2)

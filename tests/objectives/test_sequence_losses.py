@@ -13,16 +13,7 @@ import torch
 from luthier.config.objective import LOSSES, OBJECTIVES, ObjectiveConfig, kind_of, losses_of
 from luthier.errors import UserError
 from luthier.objectives import RunningMean, measure
-from luthier.objectives.pair_formulas import (
-    PairBaselines,
-    PairScores,
-    PairSettings,
-    counterparts,
-    pair_scores,
-    sequence_scores,
-    tail_discount,
-)
-from luthier.objectives.token_losses import (
+from luthier.objectives.loss_sums import (
     FeedbackBaselines,
     FeedbackScores,
     FeedbackSettings,
@@ -31,6 +22,15 @@ from luthier.objectives.token_losses import (
     kl_measure,
     pair_loss_sum,
     reward_loss_sum,
+)
+from luthier.objectives.pair_formulas import (
+    PairBaselines,
+    PairScores,
+    PairSettings,
+    counterparts,
+    pair_scores,
+    sequence_scores,
+    tail_discount,
 )
 from luthier.training.losses import answer_settings, token_settings
 from scripts.doc_tables import loss_table

@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from luthier.objectives import token_losses
-from luthier.objectives.token_losses import token_loss_sum
+from luthier.objectives import loss_sums
+from luthier.objectives.loss_sums import token_loss_sum
 
 N, V = 37, 53
 
@@ -35,7 +35,7 @@ def oracle(logits, labels, weights, smoothing):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("chunk_rows", [1, 5, 1000])
 def test_sum_and_gradient_equal_cross_entropy(case, smoothing, weighted, chunk_rows, monkeypatch):
-    monkeypatch.setattr(token_losses, "CHUNK_ELEMENTS", chunk_rows * V)
+    monkeypatch.setattr(loss_sums, "CHUNK_ELEMENTS", chunk_rows * V)
     logits, labels, weights = case
     weights = weights if weighted else None
     mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
@@ -119,7 +119,7 @@ def test_weights_scale_the_loss_and_not_the_count(case):
 
 def test_no_float32_copy_of_all_logits_is_made(monkeypatch):
     """The largest float32 tensor made on the way has a chunk's size, in both directions."""
-    monkeypatch.setattr(token_losses, "CHUNK_ELEMENTS", 4 * V)
+    monkeypatch.setattr(loss_sums, "CHUNK_ELEMENTS", 4 * V)
     sizes = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -144,7 +144,7 @@ def test_no_float32_copy_of_all_logits_is_made(monkeypatch):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("chunk_rows", [1, 5, 1000])
 def test_sources_are_told_apart_without_changing_the_loss(case, smoothing, weighted, chunk_rows, monkeypatch):
-    monkeypatch.setattr(token_losses, "CHUNK_ELEMENTS", chunk_rows * V)
+    monkeypatch.setattr(loss_sums, "CHUNK_ELEMENTS", chunk_rows * V)
     logits, labels, weights = case
     weights = weights if weighted else None
     sources = torch.arange(N) % 4

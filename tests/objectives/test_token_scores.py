@@ -12,7 +12,7 @@ from luthier.config.objective import LOSSES, losses_of
 from luthier.errors import UserError
 from luthier.objectives import Head
 from luthier.objectives.hidden_loss import ReferenceHidden, hidden_loss_sum
-from luthier.objectives.token_losses import TokenSettings, token_loss_sum
+from luthier.objectives.loss_sums import TokenSettings, token_loss_sum
 from luthier.objectives.token_scores import token_scores
 from tests.conftest import refused
 

@@ -11,8 +11,7 @@ import torch
 
 from luthier.objectives import Head
 from luthier.objectives.hidden_loss import divergence, hidden_loss_sum
-from luthier.objectives.pair_formulas import PairSettings, SequenceScores, pair_scores, sequence_scores, tail_discount
-from luthier.objectives.token_losses import (
+from luthier.objectives.loss_sums import (
     FeedbackBaselines,
     FeedbackScores,
     FeedbackSettings,
@@ -23,6 +22,7 @@ from luthier.objectives.token_losses import (
     pair_loss_sum,
     reward_loss_sum,
 )
+from luthier.objectives.pair_formulas import PairSettings, SequenceScores, pair_scores, sequence_scores, tail_discount
 from luthier.objectives.token_scores import log_square_sums, token_scores
 from luthier.presets import tokenizer_folder
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from luthier.collation import CollateSettings
 from luthier.config.choices import Packing
 from luthier.objectives import Measure
-from luthier.objectives.token_losses import token_loss_sum
+from luthier.objectives.loss_sums import token_loss_sum
 from luthier.packing import PlanSettings
 from luthier.records import Batch, Segment
 from luthier.training.data import distinct_names

@@ -32,8 +32,8 @@ from luthier.models.model import LoadedModel
 from luthier.models.passes import ModelPass
 from luthier.models.vocabulary import Vocabulary
 from luthier.objectives import Measure, Measures, RunningMean, SequenceLoss, measure
+from luthier.objectives.loss_sums import FeedbackSettings, TokenSettings
 from luthier.objectives.pair_formulas import PairSettings
-from luthier.objectives.token_losses import FeedbackSettings, TokenSettings
 from luthier.objectives.token_scores import TokenScores
 from luthier.packing import Segments
 from luthier.preparation.segments import SegmentIndex

@@ -37,7 +37,7 @@ from luthier.models.model import REWARD_HEAD, is_reward_model
 from luthier.models.passes import ModelPass, OutputHead, casting, find_head, prove_head, reward_head, score_targets
 from luthier.objectives import AnyHead, Head, LigerKernel, liger_is_installed, runs_on
 from luthier.objectives.hidden_loss import hidden_loss_sum
-from luthier.objectives.token_losses import TokenSettings
+from luthier.objectives.loss_sums import TokenSettings
 from luthier.objectives.token_scores import TokenScores, token_scores, unfit
 from luthier.training.losses import BothLosses, ObjectiveParts, Tell, first_inputs, token_settings
 from luthier.training.losses.plugin_losses import checked_losses

@@ -17,6 +17,7 @@ from torch import nn
 from luthier.config.objective import LOSSES
 from luthier.models.passes import ModelPass
 from luthier.objectives import AnyHead, Measure
+from luthier.objectives.loss_sums import pair_loss_sum, reward_loss_sum
 from luthier.objectives.pair_formulas import (
     Counterparts,
     PairBaselines,
@@ -29,7 +30,6 @@ from luthier.objectives.pair_formulas import (
     sequence_scores,
     tail_discount,
 )
-from luthier.objectives.token_losses import pair_loss_sum, reward_loss_sum
 from luthier.objectives.token_scores import TokenScores, log_square_sums, token_scores
 from luthier.records import Batch, Targets
 from luthier.training import losses as step_losses

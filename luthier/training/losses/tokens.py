@@ -10,7 +10,7 @@ from torch import nn
 from luthier.models.passes import ModelPass
 from luthier.objectives import AnyHead, Measure, measure
 from luthier.objectives.hidden_loss import hidden_loss_sum
-from luthier.objectives.token_losses import TokenLoss, TokenSettings, losses_by_source
+from luthier.objectives.loss_sums import TokenLoss, TokenSettings, losses_by_source
 from luthier.objectives.token_scores import token_scores
 from luthier.records import Batch, Targets
 from luthier.training import losses as step_losses

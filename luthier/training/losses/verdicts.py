@@ -17,8 +17,7 @@ from torch import nn
 from luthier.collation.collator import has_only_text, only_segments
 from luthier.config.objective import LOSSES
 from luthier.models.passes import ModelPass, Scored
-from luthier.objectives import Measure, Measures, measure
-from luthier.objectives import token_losses as answer_losses
+from luthier.objectives import Measure, Measures, loss_sums, measure
 from luthier.objectives.pair_formulas import SequenceScores, sequence_scores
 from luthier.objectives.token_scores import TokenScores
 from luthier.records import Batch, Targets
@@ -36,7 +35,7 @@ def feedback_losses(
     losses = FeedbackLosses(
         forward=forward,
         name=objective.loss_name,
-        settings=step_losses.answer_settings(objective, answer_losses.FeedbackSettings),
+        settings=step_losses.answer_settings(objective, loss_sums.FeedbackSettings),
         reference=choose_reference(parts, forward, tell),
         num_sources=max(parts.num_sources),
     )
@@ -47,9 +46,9 @@ def feedback_losses(
 class FeedbackLosses(step_losses.AnswerLosses):
     """Single answers with a verdict."""
 
-    settings: answer_losses.FeedbackSettings
+    settings: loss_sums.FeedbackSettings
     reference: Reference
-    _baselines: answer_losses.FeedbackBaselines = field(default_factory=answer_losses.FeedbackBaselines)
+    _baselines: loss_sums.FeedbackBaselines = field(default_factory=loss_sums.FeedbackBaselines)
     _ref_logps: deque[torch.Tensor] = field(default_factory=deque)  # [S], of the micro-batches that are still to come
 
     @property
@@ -59,16 +58,14 @@ class FeedbackLosses(step_losses.AnswerLosses):
     def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: step_losses.Reduce) -> None:
         """Estimate KL(policy, reference) over the whole step, or take the mean reward of the steps before."""
         if self.needs_delta:
-            self._baselines = answer_losses.FeedbackBaselines(delta=self._rewards.mean)
+            self._baselines = loss_sums.FeedbackBaselines(delta=self._rewards.mean)
         self._ref_logps = deque()
         if LOSSES[self.name].estimates_kl:
             totals = torch.zeros(2, dtype=torch.float64, device=self.forward.device)
             for batch in batches:
                 totals += self._kl(model, batch)
             total, count = reduce(totals)
-            self._baselines = answer_losses.FeedbackBaselines(
-                kl=answer_losses.kl_baseline(Measure(total=total, count=count))
-            )
+            self._baselines = loss_sums.FeedbackBaselines(kl=loss_sums.kl_baseline(Measure(total=total, count=count)))
 
     def own(self, batch: Batch) -> Batch:
         """The rows' own completions, without those of other rows."""
@@ -83,14 +80,14 @@ class FeedbackLosses(step_losses.AnswerLosses):
         policy, scored, targets = self._policy(model, own, entropy=not torch.is_grad_enabled())
         anchor = scored.anchor
         own_R = [unit.segments[0] for unit in own.units]
-        scores = answer_losses.FeedbackScores(
+        scores = loss_sums.FeedbackScores(
             logps_R=policy.logps_S[own_R],
             ref_logps_R=ref_logps_R,
             desirable_R=torch.tensor([unit.verdict > 0 for unit in own.units], dtype=torch.bool, device=anchor.device),
             lengths_R=policy.lengths_S[own_R],
             weights_R=step_losses.weights_of(own, anchor.device),
         )
-        found = answer_losses.feedback_loss_sum(scores, self.name, self.settings, self._baselines)
+        found = loss_sums.feedback_loss_sum(scores, self.name, self.settings, self._baselines)
         self.note_rewards(found)
         is_own_K = None
         if scored.scores.entropy_K is not None:
@@ -108,7 +105,7 @@ class FeedbackLosses(step_losses.AnswerLosses):
         with torch.no_grad():
             policy, *_ = self._policy(model, others)
         found_R = [unit.segments[-1] for unit in others.units] if drawn else []
-        found = answer_losses.kl_measure(policy.logps_S[found_R], ref_logps_S[drawn])
+        found = loss_sums.kl_measure(policy.logps_S[found_R], ref_logps_S[drawn])
         return torch.stack([found.total, found.count])
 
     def _only(self, batch: Batch, segments: Sequence[int]) -> Batch:
@@ -129,7 +126,7 @@ class FeedbackLosses(step_losses.AnswerLosses):
             return torch.zeros(batch.num_segments, device=self.forward.device)
         return self.reference.logps(batch)
 
-    def _judged(self, scores: answer_losses.FeedbackScores) -> Measures:
+    def _judged(self, scores: loss_sums.FeedbackScores) -> Measures:
         """The estimate; and whether good rows are above and bad rows below what they are compared with."""
         kl = self._baselines.kl
         ratios_R = scores.logps_R.detach() - scores.ref_logps_R - kl

@@ -1,7 +1,8 @@
-"""Losses of single tokens: what fine-tuning and pretraining minimise. C targets of a chunk, V vocabulary.
+"""Losses as sums: of single tokens, which fine-tuning and pretraining minimise, and of whole answers.
 
-Each is a function of a few numbers a target, and a row of `config.loss_rows`; `hidden_loss` and its chunks know none of
-them. Sums over targets, divided by the number of targets of the whole step.
+Those of tokens first. C targets of a chunk, V vocabulary. Each is a function of a few numbers a target, and a row of
+`config.loss_rows`; `hidden_loss` and its chunks know none of them. Sums over targets, divided by the number of targets
+of the whole step.
 """
 
 from __future__ import annotations
