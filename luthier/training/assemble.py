@@ -60,7 +60,7 @@ from luthier.training.rollouts import AnswerLayout, reward_models
 from luthier.training.rollouts.delivery import Delivery, delivery_of
 from luthier.training.rollouts.drawing import Rollouts
 from luthier.training.rollouts.early_warnings import EarlyWarnings
-from luthier.training.rollouts.ray_cluster import ray_rewards
+from luthier.training.rollouts.ray_actors import ray_rewards
 from luthier.training.rollouts.sampler_probes import SamplerProbes
 from luthier.training.rollouts.talks import Talks, sampling
 from luthier.training.trainer import Trainer, TrainerParts

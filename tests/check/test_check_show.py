@@ -53,7 +53,7 @@ def test_weights_belong_to_the_token_that_is_learned() -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_collated_batch_shows_the_same_tokens_as_its_packs(packed: bool) -> None:
-    collate = pytest.importorskip("luthier.collation").collate_packs
+    collate = pytest.importorskip("luthier.collation.collator").collate_packs
     rows = [[segment("qq", "abc", weight=2.0), segment("q", "b", row=2)], [segment("q", "a", row=3)]]
     if not packed:
         rows = [[one] for row in rows for one in row]

@@ -80,7 +80,7 @@ def test_no_command_lets_a_text_of_the_user_steer_the_terminal(
 def test_the_walk_would_see_what_steers(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("luthier.writing.printable", lambda text: text)
+    monkeypatch.setattr("luthier.terminal.printable", lambda text: text)
     seen = [bool(STEERING.search(printed(arguments, capsys))) for arguments in walks(config)]
     assert sum(seen) > len(seen) // 2
 

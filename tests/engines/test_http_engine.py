@@ -133,7 +133,7 @@ def test_each_sample_has_a_seed_of_its_own_which_the_request_fixes(model: Any, o
 def test_a_server_that_is_busy_is_asked_again_and_a_wrong_question_is_refused(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("luthier.engines.PAUSES", (0.01, 0.01))
+    monkeypatch.setattr("luthier.engines.http.PAUSES", (0.01, 0.01))
     stand_in = StandIn(model, "vllm")
     with served_json(stand_in) as url:
         engine = HttpEngine(url, TOKENIZER, batch_size=1)
@@ -165,7 +165,7 @@ def test_a_server_of_several_models_is_asked_by_the_name_of_one(model: Any) -> N
 
 
 def test_a_session_over_a_server_tells_whole_answers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("luthier.engines.PAUSES", ())
+    monkeypatch.setattr("luthier.engines.http.PAUSES", ())
     told, asked = SimpleQueue[Any](), requests(2)
     stand_in = StandIn(model, "vllm")
     with served_json(stand_in) as url:
@@ -267,7 +267,7 @@ LIES: dict[str, object] = {
 def test_what_no_model_can_have_said_is_refused_with_what_was_said(
     lie: str, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("luthier.engines.PAUSES", (0.01,))
+    monkeypatch.setattr("luthier.engines.http.PAUSES", (0.01,))
     told, stand_in = LIES[lie], StandIn(model, "vllm")
     with served_json(stand_in) as url:
         client = JsonClient(url, timeout=HANG_SECONDS, option="url", token_option="token_env")

@@ -169,7 +169,7 @@ def test_rows_have_the_same_bytes_with_and_without_pandas(tmp_path: Path) -> Non
         "class Hidden(importlib.abc.MetaPathFinder):\n"
         "    def find_spec(self, name, path, target=None):\n"
         "        if name == 'pandas': raise ImportError(name)\n"
-        "{}; from luthier.config.inputs import SourceConfig; from luthier.sources import open_sources\n"
+        "{}; from luthier.config.inputs import SourceConfig; from luthier.sources.source import open_sources\n"
         "print([row.raw for row in open_sources([SourceConfig(path=sys.argv[1])], seed=0)[0].row_bytes()])"
     )
     pytest.importorskip("pandas")
