@@ -17,8 +17,16 @@ from luthier.check.show.html import render
 from luthier.errors import UserError
 from luthier.metrics import JUDGE, Answered, Metric, RowLoss, chosen_metrics, parts_of, values_of
 from luthier.metrics.texts import is_unspaced, paired, sums_by_row
-from luthier.prediction.model_scores import AnswerPlace, Judgements, kept_judgements, kept_losses, place_of
-from luthier.prediction.predicting import METRICS_FILE, PREDICTIONS_FILE, answers_in, read_lines
+from luthier.prediction.model_scores import (
+    AnswerPlace,
+    Judgements,
+    answers_in,
+    kept_judgements,
+    kept_losses,
+    place_of,
+    read_lines,
+)
+from luthier.prediction.predicting import METRICS_FILE, PREDICTIONS_FILE
 from luthier.writing import counted, printable
 
 MOST_NAMED = 3  # of the questions that differ

@@ -5,6 +5,7 @@ the rows' answers, whose loss is by the pass of training itself. Both are measur
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from luthier.engines.json_client import AnswerScorer, JudgedAnswer, Judgement, a
 from luthier.errors import UserError
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.settings import eval_settings
-from luthier.metrics import JUDGE, RowLoss
+from luthier.metrics import JUDGE, Answered, RowLoss
 from luthier.models.model import run_device, run_precision
 from luthier.models.sharding import place
 from luthier.packing import SegmentTable
@@ -52,6 +53,36 @@ def asks_judge(config: JudgeConfig, metrics: Sequence[str] | None) -> bool:
 def place_of(line: Mapping[str, Any]) -> AnswerPlace:
     """Which answer a line of predictions.jsonl is."""
     return line["row"], line["turn"], line.get("sample", 0)
+
+
+def read_lines(path: Path) -> list[JsonObject]:
+    """The lines of predictions.jsonl. Raises `UserError` for one that is damaged."""
+    found = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        try:
+            found += [json.loads(line)] if line else []
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: {error}", hint="predict again with --overwrite") from None
+    return found
+
+
+def answers_in(lines: Sequence[Mapping[str, Any]], judged: Judgements | None = None) -> list[Answered]:
+    """The answers to each question, with what a judge has said of them."""
+    questions: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
+    for line in lines:
+        if "refused" not in line:
+            questions[line["row"], line["turn"]].append(line)
+    return [
+        Answered(
+            row=row,
+            expected=some[0]["expected"],
+            generated=tuple(line["generated"] for line in some),
+            message=some[0].get("expected_message"),
+            messages=tuple(line.get("message") for line in some),
+            scores=tuple(judged[place_of(line)].score for line in some) if judged else (),
+        )
+        for (row, _), some in questions.items()
+    ]
 
 
 def judgements(

@@ -28,22 +28,23 @@ from luthier.check.plan.stats import contamination
 from luthier.config.choices import RowKind
 from luthier.config.inputs import SourceConfig
 from luthier.encoding import as_prompt
-from luthier.engines import Completion, Engine, Refusal
+from luthier.encoding.tokenizer import Tokenizer
+from luthier.engines import Completion, Engine, Ids, Refusal
 from luthier.engines.http import server_engine
 from luthier.engines.json_client import AnswerScorer
 from luthier.errors import RowError, UserError
 from luthier.loader.settings import Loaded, load_rows
-from luthier.metrics import Answered, RowLoss, chosen_metrics, measured
+from luthier.metrics import RowLoss, chosen_metrics, measured
 from luthier.prediction import TrainedRun, open_run
 from luthier.prediction.model_scores import (
     JUDGEMENTS_FILE,
     LOSSES_FILE,
-    Judgements,
+    answers_in,
     asks_judge,
     judgements,
     keep_losses,
     kept_losses,
-    place_of,
+    read_lines,
     row_losses,
 )
 from luthier.records import Address, Conversation, Feedback, Preference, Row, Sample, Segment
@@ -79,8 +80,8 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _RowQuestion:
-    """A question, which of its row's answers it is (from 1), whether the row has one to compare with, and the row's
-    tools, where the row was read here."""
+    """A question, which of its row's learned answers it is (from 1; the question at a row's end is behind them all),
+    whether the row has an answer to it, and the row's tools, where the row was read here."""
 
     question: Question
     turn: int
@@ -90,6 +91,13 @@ class _RowQuestion:
     @property
     def row(self) -> str:
         return str(self.question.address)
+
+    def expected(self, tokenizer: Tokenizer) -> tuple[str | None, Ids | None]:
+        """The right answer as text, and its ids where it is the answer that the row holds."""
+        ids, text = (self.question.answer, None) if self.has_answer else (None, None)
+        if self.has_answer or self.question.for_rewards:
+            text = self.question.expected(tokenizer)
+        return text, None if ids is not None and text != tokenizer.decode(ids) else ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +116,7 @@ class _Questions:
         for one in self.asked:
             for ids in (one.question.prompt, one.question.answer):
                 digest.update(np.int64(len(ids)).tobytes() + np.asarray(ids, np.int32).tobytes())
-            digest.update(f"{one.row}\0{one.turn}\0{one.question.media!r}".encode())
+            digest.update(f"{one.row}\0{one.turn}\0{one.question.media!r}{one.question.for_rewards}".encode())
         return digest.hexdigest()
 
 
@@ -119,7 +127,8 @@ class PredictOptions:
     data       a file of rows, in any form that Luthier reads; None: the run's held-out rows
     out        a folder; None: ``predictions/eval`` in the run's folder, or ``predictions/NAME`` for a file
     samples    answers to each question, drawn apart from each other
-    turns      the last answer of each row, or every answer that training would learn
+    turns      the last question of each row, or every one: those before the answers that training would learn, and
+               the one that a row ends with
     metrics    names of metrics; None: all that need no argument and whose packages are installed
     overwrite  replace another prediction that ``out`` holds
     model      the name under which a server has the run; None: the only one that it lists
@@ -215,21 +224,18 @@ def _rows(run: TrainedRun, data: str | None, turns: Turns) -> _Questions:
     asked: list[_RowQuestion] = []
     answered, histories = list[Segment](), list[Segment]()
     by_row: dict[Address, list[_RowQuestion]] = defaultdict(list)
+    turns_of: Counter[Address] = Counter()
     for segment, is_prompt, tools in segments:
-        if is_prompt:
-            histories.append(segment)
-            ids = segment.input_ids
-            history = Question(prompt=ids, answer=ids[:0], address=segment.address, media=segment.media)
-            by_row[segment.address].append(_RowQuestion(question=history, turn=1, has_answer=False, tools=tools))
-            continue
-        answered.append(segment)
-        found = questions_of(segment, run.stops)
-        before = len(by_row[segment.address])
-        for turn, question in enumerate(found, start=before + 1):
+        is_prompt = is_prompt or bool(segment.for_rewards and not segment.target.any())
+        (histories if is_prompt else answered).append(segment)
+        for question in [_trailing(segment)] if is_prompt else questions_of(segment, run.stops):
+            turns_of[segment.address] += 1
             if question is None:
                 lost["no_question"] += 1  # no prompt before it, or no stop token behind it
-            else:
-                by_row[segment.address].append(_RowQuestion(question=question, turn=turn, tools=tools))
+                continue
+            turn = turns_of[segment.address]
+            one = _RowQuestion(question=question, turn=turn, has_answer=not is_prompt, tools=tools)
+            by_row[segment.address].append(one)
     for row in by_row.values():
         asked += row if turns == "every" else row[-1:]
     if not asked:
@@ -239,16 +245,33 @@ def _rows(run: TrainedRun, data: str | None, turns: Turns) -> _Questions:
     return _Questions(asked=asked, lost=lost, segments=answered, histories=histories)
 
 
+def _trailing(segment: Segment) -> Question:
+    """The question of a generation prompt, which has no answer."""
+    return Question(
+        prompt=segment.input_ids,
+        answer=segment.input_ids[:0],
+        address=segment.address,
+        media=segment.media,
+        for_rewards=segment.for_rewards,
+    )
+
+
 def _of_sources(
     run: TrainedRun, sources: Sequence[SourceConfig], lost: Counter[str]
 ) -> Iterator[tuple[Segment, bool, ToolDeclarations]]:
-    """The segments that training would see of each row, whether it is a history without an answer, and its tools."""
+    """The segments that training would see of each row, and behind them the prompt that a row ends with: whether it is
+    such a prompt, and the row's tools."""
     rows, again = tee(_records(run, sources))
+    refused: Row | RowError | None = None
     for row, outcome in zip(again, run.encoder.encode_many(rows), strict=True):
-        if isinstance(outcome, RowError):
-            lost[outcome.reason] += 1
-            continue
         is_prompt = isinstance(row, Conversation) and row.add_generation_prompt
+        if is_prompt and refused is not None and row.address == refused.address:
+            continue  # it is counted already
+        if isinstance(outcome, RowError):
+            if outcome.reason != "no_target" or is_prompt or not _ends_with_question(row):
+                lost[outcome.reason] += 1
+                refused = row
+            continue
         for segment in _answers_of(outcome, run.encoder.kind):
             yield segment, is_prompt, row.tools if isinstance(row, Conversation | Preference | Feedback) else ()
 
@@ -264,8 +287,16 @@ def _records(run: TrainedRun, sources: Sequence[SourceConfig]) -> Iterator[Row |
             except RowError as error:
                 yield error
                 continue
-            is_history = isinstance(row, Conversation) and row.messages[-1].role not in ("assistant", "system")
-            yield as_prompt(row) if is_history else row
+            if not _ends_with_question(row):
+                yield row
+                continue
+            if run.encoder.kind is RowKind.ANSWER:  # as training reads it; other kinds learn nothing of such a row
+                yield row
+            yield as_prompt(row)
+
+
+def _ends_with_question(row: Row | RowError) -> bool:
+    return isinstance(row, Conversation) and row.messages[-1].role not in ("assistant", "system")
 
 
 def _answers_of(sample: Sample, kind: RowKind) -> list[Segment]:
@@ -381,10 +412,11 @@ def _answers(run: TrainedRun, engine: Engine, asked: Mapping[int, _RowQuestion],
         line: JsonObject = {"question": answer.key, "row": one.row, "turn": one.turn}
         match answer:
             case Completion():
+                expected, expected_ids = one.expected(tokenizer)
                 line |= {
                     "sample": answer.sample,
                     "prompt": shown(one.question, tokenizer),
-                    "expected": tokenizer.decode(one.question.answer) if one.has_answer else None,
+                    "expected": expected,
                     "generated": answer.text(tokenizer, settings.stop_strings),
                     "ids": answer.ids.tolist(),
                     "finish": str(answer.finish),
@@ -392,9 +424,8 @@ def _answers(run: TrainedRun, engine: Engine, asked: Mapping[int, _RowQuestion],
                     "message": read_back(one.question.prompt, answer.ids, tokenizer, settings.stop_strings, one.tools),
                     "expected_message": None,
                 }
-                if one.has_answer:
-                    expected = one.question.answer
-                    line["expected_message"] = read_back(one.question.prompt, expected, tokenizer, tools=one.tools)
+                if expected_ids is not None:
+                    line["expected_message"] = read_back(one.question.prompt, expected_ids, tokenizer, tools=one.tools)
             case Refusal():
                 line["refused"] = {"reason": answer.reason, "detail": answer.detail}
         found.append(line)
@@ -422,41 +453,11 @@ def _losses(
     kept = kept_losses(folder)
     if kept is not None:
         return kept
-    refused = {line["row"] for line in lines if "refused" in line}
+    refused = {line["row"] for line in lines if line.get("refused", {}).get("reason") not in (None, "prompt_too_long")}
     segments = [segment for segment in rows.segments if str(segment.address) not in refused]
     found = row_losses(run.config, run.encoder.tokenizer, model(), segments) if segments else []
     keep_losses(folder, found)
     return found
-
-
-def read_lines(path: Path) -> list[JsonObject]:
-    """The lines of predictions.jsonl. Raises `UserError` for one that is damaged."""
-    found = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        try:
-            found += [json.loads(line)] if line else []
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: {error}", hint="predict again with --overwrite") from None
-    return found
-
-
-def answers_in(lines: Sequence[Mapping[str, Any]], judged: Judgements | None = None) -> list[Answered]:
-    """The answers to each question, with what a judge has said of them."""
-    questions: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
-    for line in lines:
-        if "refused" not in line:
-            questions[line["row"], line["turn"]].append(line)
-    return [
-        Answered(
-            row=row,
-            expected=some[0]["expected"],
-            generated=tuple(line["generated"] for line in some),
-            message=some[0].get("expected_message"),
-            messages=tuple(line.get("message") for line in some),
-            scores=tuple(judged[place_of(line)].score for line in some) if judged else (),
-        )
-        for (row, _), some in questions.items()
-    ]
 
 
 def _metrics(

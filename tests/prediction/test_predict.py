@@ -122,6 +122,50 @@ def test_perplexity_is_that_of_the_runs_own_evaluation(tmp_path: Path, packing: 
     assert result.evals[0].loss != pytest.approx(last.loss, abs=1e-3), "the run has learned, so that its base differs"
 
 
+def said(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+ASK, ANSWER = said("user", "Which way is up?"), said("assistant", "North, or where the moss is.")
+SHAPES = [
+    [ASK, ANSWER],
+    [ASK, ANSWER, ASK],  # ends with a question
+    [said("system", "Be short."), ASK, ANSWER, ASK, ANSWER, ASK],
+    [ASK],
+    [ASK, ANSWER, ASK, {**ANSWER, "train": False}],
+    [ASK, {**ANSWER, "train": False}, ASK, ANSWER],
+    [ASK, {**ANSWER, "train": False}, ASK],
+    [said("nobody", "x"), ANSWER],
+    [said("nobody", "x"), ANSWER, ASK],
+]
+
+
+def test_rows_of_every_shape_have_the_loss_of_the_runs_own_evaluation(tmp_path: Path) -> None:
+    """The learned answers of a row count, whatever it ends with, and what it ends with is asked, too."""
+    rows = tmp_path / "shapes.jsonl"
+    rows.write_text("".join(json.dumps({"messages": one}) + "\n" for one in SHAPES), encoding="utf-8")
+    result = trained(
+        tmp_path / "run",
+        {"type": "lora"},
+        data={"train": [{"path": "preset:skills", "first_rows": 30}], "eval": str(rows), "max_drop": 0.9},
+        train={"max_steps": 4, "learning_rate": 0.01, "precision": "fp32"},
+        eval={"strategy": "steps", "steps": 4},
+    )
+    for turns, asked in {
+        "last": ["1.1", "2.2", "3.3", "4.1", "5.1", "6.1", "7.1"],
+        "every": ["1.1", "2.1", "2.2", "3.1", "3.2", "3.3", "4.1", "5.1", "6.1", "7.1"],
+    }.items():
+        options = luthier.PredictOptions(out=tmp_path / turns, turns=cast(Any, turns), metrics=["perplexity", "exact"])
+        found = luthier.predict(tmp_path / "run", options)
+        perplexity = found.metrics["metrics"]["perplexity"]
+        assert perplexity["signature"].endswith(f"targets:{result.evals[-1].num_targets}")
+        assert perplexity["score"] == pytest.approx(result.evals[-1].perplexity, rel=1e-6)
+        assert [f"{one['row'].rpartition(':')[2]}.{one['turn']}" for one in lines(found)] == asked
+        trailing = {place for place, one in zip(asked, lines(found), strict=True) if one["expected"] is None}
+        assert trailing == {"2.2", "3.3", "4.1", "7.1"}
+        assert found.metrics["lost_rows"] == {"unknown_role": 2}, "each lost row is counted once"
+
+
 def test_the_comparison_finds_an_adapter_that_was_left_out(
     lora: RunResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
