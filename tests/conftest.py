@@ -236,8 +236,11 @@ def command_of(pid: int) -> bytes:
 
 
 @contextmanager
-def served_json(answer: Callable[[str, dict[str, Any] | None], tuple[int, object]]) -> Iterator[str]:
-    """The address of a server that answers (path, body) with (status, JSON)."""
+def served_json(
+    answer: Callable[[str, dict[str, Any] | None], tuple[int, object]], *, tokenizes: bool = False
+) -> Iterator[str]:
+    """The address of a server that answers (path, body) with (status, JSON). Unless it ``tokenizes``, it has no
+    ``/tokenize``, as some servers have none."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -247,7 +250,8 @@ def served_json(answer: Callable[[str, dict[str, Any] | None], tuple[int, object
             self.tell(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def tell(self, body: dict[str, Any] | None) -> None:
-            status, told = answer(self.path, body)
+            knows = tokenizes or self.path != "/tokenize"
+            status, told = answer(self.path, body) if knows else (404, {"error": "no such path"})
             raw = json.dumps(told).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(raw)))

@@ -30,6 +30,7 @@ Told = TypeVar("Told")
 TIMEOUT = 600.0  # seconds for one answer
 _WRONG_QUESTION = (400, 413, 422)
 _HINT = "vLLM, SGLang, llama.cpp and luthier serve can be asked"
+PROBE = "In 1984 the quick brown fox didn't jump: f(x) = 3*x + 27; nobody knows why."  # what servers tokenize
 _TOGETHER = 8  # samples of one prompt that luthier serve is asked for at once: it reads the prompt once for them
 
 
@@ -69,6 +70,9 @@ class HttpSampler:
     Log-probabilities are those that the server tells; SGLang's are of the distribution that was drawn from, with its
     temperature. ``vocabulary`` is how many ids the model has, where that is known. ``served_as`` is the name of the
     model or adapter that is asked; None: the first that the server lists, or, if ``is_alone``, the only one.
+
+    Before its first question a server that can tokenize is asked for the ids of a text. Raises `UserError` where they
+    do not spell it in ``tokenizer``, so that the server's model cannot be the one that is meant.
     """
 
     def __init__(
@@ -93,6 +97,11 @@ class HttpSampler:
 
     @cached_property
     def _model(self) -> Mapping[str, object]:
+        model = self._chosen()
+        self._check_tokenizer(model)
+        return model
+
+    def _chosen(self) -> Mapping[str, object]:
         listed = {str(model.get("id")): model for model in self.client.models()}
         if self.served_as is None and (not self.is_alone or len(listed) < 2):
             return next(iter(listed.values()), {})
@@ -105,12 +114,34 @@ class HttpSampler:
     @cached_property
     def route(self) -> AnswerRoute:
         """How this server is asked, as the owner of its model tells; a server that is not known is asked like vLLM."""
-        return _OWNERS.get(str(self._model.get("owned_by", "")).lower(), AnswerRoute.COMPLETIONS)
+        return _route_of(self._model)
 
     @property
     def samples_at_once(self) -> int:
         """See `Sampler`."""
         return _TOGETHER if self.route is AnswerRoute.LUTHIER else 1
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Whose answers these are: the server's address, the name of its model, and where it has the weights from."""
+        told = {"url": self.client.url, "model": self._model.get("id"), "root": self._model.get("root")}
+        return {name: str(value) for name, value in told.items() if value is not None}
+
+    def _check_tokenizer(self, model: Mapping[str, object]) -> None:
+        """Raise `UserError` where the server tells ids of a text that do not spell it here."""
+        name, told = model.get("id"), None
+        body: dict[str, object] = {"prompt": PROBE, "add_special_tokens": False, **({"model": name} if name else {})}
+        if _route_of(model) is AnswerRoute.COMPLETION:
+            body = {"content": PROBE, "add_special": False}
+        with suppress(ServerRefused, ServerWrong):  # not every server can be asked for it
+            told = self.client.post("/tokenize", body).get("tokens")
+        if not isinstance(told, list) or not told or not all(isinstance(one, int) for one in told):
+            return
+        ids, (own,) = np.array(told, dtype=np.int64), self.tokenizer.encode_runs([PROBE])
+        spelt = self.tokenizer.decode(told) if self.tokenizer.knows(ids).all() else ""
+        if self.tokenizer.decode(own).strip() not in spelt:
+            what = f"{self.client.url} serves a model of another tokenizer{f' ({name})' if name else ''}"
+            raise UserError(what, hint="serve the model of this run, or name it by --model (docs/serve.md)")
 
     def answer(self, request: Request) -> list[Completion] | Refusal:
         """See `Sampler`. A request that the server calls wrong (its prompt may be too long for it) is refused, and so
@@ -382,14 +413,18 @@ class HttpEngine(SamplerPool):
         unencrypted."""
         options = {"option": "--engine", "token_option": "--token-env", "refused": _HINT}
         self.client = JsonClient(url, timeout=timeout, token=token, **options)
-        sampler = HttpSampler(self.client, tokenizer, served_as=model, is_alone=True)
-        super().__init__([sampler], at_once=batch_size, pauses=PAUSES)
+        self.sampler = HttpSampler(self.client, tokenizer, served_as=model, is_alone=True)
+        super().__init__([self.sampler], at_once=batch_size, pauses=PAUSES)
 
 
 def server_engine(url: str, tokenizer: Tokenizer, model: str | None) -> HttpEngine:
     """What asks a server, with the token in the environment, where there is one. Raises `UserError` as `HttpEngine`."""
     token = token_from(SERVER_TOKEN) if SERVER_TOKEN in os.environ else None
     return HttpEngine(url, tokenizer, token=token, model=model)
+
+
+def _route_of(model: Mapping[str, object]) -> AnswerRoute:
+    return _OWNERS.get(str(model.get("owned_by", "")).lower(), AnswerRoute.COMPLETIONS)
 
 
 def _is_logprob(value: object) -> bool:

@@ -30,8 +30,8 @@ from luthier.config.inputs import SourceConfig
 from luthier.encoding import as_prompt
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines import Completion, Engine, Ids, Refusal
-from luthier.engines.http import server_engine
-from luthier.engines.json_client import AnswerScorer
+from luthier.engines.http import HttpEngine, server_engine
+from luthier.engines.json_client import AnswerScorer, ServerUnreachable, patiently
 from luthier.errors import RowError, UserError
 from luthier.loader.settings import Loaded, load_rows
 from luthier.metrics import RowLoss, chosen_metrics, measured
@@ -53,7 +53,7 @@ from luthier.sources.source import open_sources
 from luthier.store import MANIFEST, store_folder
 from luthier.training.assemble import RunModel
 from luthier.training.folder import FILES
-from luthier.training.generate import Question, questions_of, read_back, shown, wanted
+from luthier.training.generate import Question, question_at_end, questions_of, read_back, shown, wanted
 from luthier.writing import JsonObject, to_json, write_text
 
 WINDOW = 64  # questions that are sorted by their length before they are divided into batches
@@ -94,10 +94,10 @@ class _RowQuestion:
 
     def expected(self, tokenizer: Tokenizer) -> tuple[str | None, Ids | None]:
         """The right answer as text, and its ids where it is the answer that the row holds."""
-        ids, text = (self.question.answer, None) if self.has_answer else (None, None)
-        if self.has_answer or self.question.for_rewards:
-            text = self.question.expected(tokenizer)
-        return text, None if ids is not None and text != tokenizer.decode(ids) else ids
+        if not self.has_answer and not self.question.for_rewards:
+            return None, None
+        text, ids = self.question.expected(tokenizer), self.question.answer
+        return text, ids if self.has_answer and text == tokenizer.decode(ids) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +173,7 @@ def predict(
     rows = _rows(opened, None if data is None else str(data), options.turns)
     name = "eval" if data is None else Path(str(data).replace(":", "_")).stem
     folder = opened.folder / PREDICTIONS / name if options.out is None else Path(options.out).expanduser()
-    told = {
+    told: JsonObject = {
         "luthier": __version__,
         "run": opened.digest,
         "rows": rows.digest,
@@ -181,7 +181,7 @@ def predict(
         "turns": options.turns,
         "generate": settings.model_dump(mode="json"),
         "batch": _at_once(opened, samples),
-        "engine": "local" if engine is None else type(engine).__name__,
+        "engine": "local" if engine is None else _told_of(engine, folder),
     }
     _begin(folder, told, overwrite=options.overwrite)
     loaded = cache(opened.load)
@@ -228,7 +228,7 @@ def _rows(run: TrainedRun, data: str | None, turns: Turns) -> _Questions:
     for segment, is_prompt, tools in segments:
         is_prompt = is_prompt or bool(segment.for_rewards and not segment.target.any())
         (histories if is_prompt else answered).append(segment)
-        for question in [_trailing(segment)] if is_prompt else questions_of(segment, run.stops):
+        for question in [question_at_end(segment)] if is_prompt else questions_of(segment, run.stops):
             turns_of[segment.address] += 1
             if question is None:
                 lost["no_question"] += 1  # no prompt before it, or no stop token behind it
@@ -243,17 +243,6 @@ def _rows(run: TrainedRun, data: str | None, turns: Turns) -> _Questions:
         hint = "data= or --data names a file of rows; luthier show tells what becomes of a row"
         raise UserError(f"no row can be answered{': ' + reasons if reasons else ''}", hint=hint)
     return _Questions(asked=asked, lost=lost, segments=answered, histories=histories)
-
-
-def _trailing(segment: Segment) -> Question:
-    """The question of a generation prompt, which has no answer."""
-    return Question(
-        prompt=segment.input_ids,
-        answer=segment.input_ids[:0],
-        address=segment.address,
-        media=segment.media,
-        for_rewards=segment.for_rewards,
-    )
 
 
 def _of_sources(
@@ -332,14 +321,34 @@ def _rows_of_run(run: TrainedRun) -> Loaded:
 # Answers, batch by batch.
 
 
+def _told_of(engine: Engine, folder: Path) -> object:
+    """Whose answers they are: a server's address and model. A server that is gone is no hindrance where all of its
+    answers are there."""
+    if not isinstance(engine, HttpEngine):
+        return type(engine).__name__
+    try:
+        return patiently(lambda: engine.sampler.identity)
+    except ServerUnreachable:
+        there = _prediction_in(folder).get("engine")
+        if not (folder / PREDICTIONS_FILE).is_file() or not isinstance(there, dict):
+            raise
+        return {**there, "url": engine.client.url}
+
+
+def _prediction_in(folder: Path) -> JsonObject:
+    path = folder / PREDICTION_FILE
+    try:
+        there = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError:
+        there = {}
+    return there if isinstance(there, dict) else {}
+
+
 def _begin(folder: Path, told: JsonObject, *, overwrite: bool) -> None:
     """Take the folder for this prediction. Raises `UserError` where it holds another one."""
     path = folder / PREDICTION_FILE
     if path.is_file() and not overwrite:
-        try:
-            there = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            there = {}
+        there = _prediction_in(folder)
         differing = sorted(key for key in told.keys() | there.keys() if told.get(key) != there.get(key))
         if not differing:
             return

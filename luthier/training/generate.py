@@ -69,8 +69,7 @@ def questions_of(segment: Segment, stops: frozenset[int]) -> list[Question | Non
     """
     ids, target = segment.input_ids, segment.target
     if segment.for_rewards and not target.any():  # a row without an answer
-        nothing = ids[:0]
-        return [_question(segment, ids, nothing)]
+        return [question_at_end(segment)]
     trained = np.flatnonzero(target).tolist()
     starts = [at for at in trained if at == 0 or not target[at - 1] or int(ids[at - 1]) in stops]
     found: list[Question | None] = []
@@ -82,6 +81,11 @@ def questions_of(segment: Segment, stops: frozenset[int]) -> list[Question | Non
             continue
         found.append(_question(segment, ids[:start], ids[start : end - 1]))
     return found
+
+
+def question_at_end(segment: Segment) -> Question:
+    """All of a segment as a question to which the row has no answer."""
+    return _question(segment, segment.input_ids, segment.input_ids[:0])
 
 
 def _question(segment: Segment, prompt: Ids, answer: Ids) -> Question:

@@ -27,7 +27,7 @@ from luthier.engines.json_client import JsonClient, ServerUnreachable, ServerWro
 from luthier.engines.local import LocalEngine
 from luthier.errors import SamplerLost, UserError
 from tests.check.llama_cpp import llama_cpp_server, write_gguf
-from tests.conftest import HANG_SECONDS, served_json
+from tests.conftest import HANG_SECONDS, refused, served_json
 
 Json = dict[str, Any]
 
@@ -162,6 +162,28 @@ def test_a_server_of_several_models_is_asked_by_the_name_of_one(model: Any) -> N
         assert not stand_in.seen
         list(HttpEngine(url, TOKENIZER, model="tuned").generate(requests(1)))
     assert [body["model"] for body in stand_in.seen] == ["tuned"]
+
+
+@pytest.mark.parametrize(("owner", "key"), [("vllm", "prompt"), ("luthier", "prompt"), ("llamacpp", "content")])
+def test_a_server_of_another_tokenizer_is_refused_before_it_is_asked(owner: str, key: str) -> None:
+    seen: list[str] = []
+    other = False
+
+    def server(path: str, body: Json | None) -> tuple[int, object]:
+        if body is None:
+            return 200, {"data": [{"id": "tiny", "owned_by": owner}]}
+        seen.append(path)
+        if path != "/tokenize":
+            return 404, {}
+        (ids,) = TOKENIZER.encode_runs([body[key]])
+        return 200, {"tokens": [TOKENIZER.eos_token_id, *(ids + int(other)).tolist()]}
+
+    with served_json(server, tokenizes=True) as url:
+        assert HttpEngine(url, TOKENIZER).sampler.route
+        other = True
+        with refused(UserError, "tokenizer"):
+            list(HttpEngine(url, TOKENIZER).generate(requests(1)))
+    assert seen == ["/tokenize"] * 2
 
 
 def test_a_session_over_a_server_tells_whole_answers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

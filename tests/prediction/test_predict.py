@@ -240,6 +240,37 @@ def test_a_server_answers_in_place_of_the_runs_model(
     assert all(stop in body["stop_token_ids"] and body["max_tokens"] == 5 for body in seen)
 
 
+def test_answers_of_one_server_are_not_taken_for_those_of_another(
+    lora: RunResult, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("luthier.engines.json_client.PAUSES", ())
+    (stop, *_) = trained_run.open_run(lora.path).stops
+    model, asked = {"id": "tiny", "owned_by": "vllm", "root": "/one"}, list[str]()
+
+    def answer(path: str, body: dict[str, Any] | None) -> tuple[int, object]:
+        if body is None:
+            return 200, {"data": [model]}
+        asked.append(path)
+        choice = {"token_ids": [stop], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "stop"}
+        return 200, {"choices": [choice]}
+
+    def measured_by(engine: str | None) -> luthier.Predicted:
+        options = luthier.PredictOptions(data=questions, out=tmp_path, metrics=["contains"])
+        return luthier.predict(lora.path, options, engine=engine)
+
+    with served_json(answer) as url, served_json(answer) as elsewhere:
+        measured_by(url)
+        measured_by(url)
+        assert len(asked) == 4, "what was answered is not asked again"
+        for engine, served in ((url, {"root": "/two"}), (url, {"id": "small"}), (elsewhere, {}), (None, {})):
+            kept = dict(model)
+            model.update(served)
+            with refused(UserError, "engine"):
+                measured_by(engine)
+            model.update(kept)
+    assert measured_by(url).metrics["answers"] == 4, "all answers are there, so the server is not needed"
+
+
 def test_samples_are_kept_apart_and_need_sampling(ask: Predicting, tmp_path: Path) -> None:
     found = ask(tmp_path / "three", samples=3)
     assert [one["sample"] for one in lines(found)] == [0, 1, 2] * 4
@@ -442,3 +473,18 @@ def test_calls_of_tools_are_read_back_and_measured(lora: RunResult, tmp_path: Pa
     ]  # fmt: skip
     assert lines(found)[3]["message"] == {"role": "assistant", "content": "Up."}
     assert lines(found)[0]["expected_message"]["tool_calls"][0]["function"]["name"] == "f"
+
+
+def test_a_row_of_rl_is_compared_with_the_right_answer_that_its_column_says(tmp_path: Path) -> None:
+    """As the run's own evaluation does."""
+    rows, described = tmp_path / "rows.jsonl", tmp_path / "rl.yaml"
+    told = [{"messages": [ASK], "answer": "4"}, {"messages": [ASK]}, {"messages": [ASK, ANSWER]}]
+    rows.write_text("".join(json.dumps(one) + "\n" for one in told), encoding="utf-8")
+    described.write_text(json.dumps({
+        "model": "preset:tiny-qwen3", "data": {"eval": str(rows)}, "train": {"enabled": False},
+        "objective": {"name": "rl"}, "rollout": {"rewards": ["exact"]}, "generate": {"max_new_tokens": 2},
+        "output": {"dir": str(tmp_path / "out")},
+    }))  # fmt: skip
+    found = luthier.predict(described, luthier.PredictOptions(metrics=["exact"]))
+    assert [one["expected"] for one in lines(found)] == ["4", None, ANSWER["content"]]
+    assert [one["expected_message"] is None for one in lines(found)] == [True, True, False]
