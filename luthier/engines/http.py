@@ -135,7 +135,7 @@ class HttpSampler:
             body = {"content": PROBE, "add_special": False}
         with suppress(ServerRefused, ServerWrong):  # not every server can be asked for it
             told = self.client.post("/tokenize", body).get("tokens")
-        if not isinstance(told, list) or not told or not all(isinstance(one, int) for one in told):
+        if not isinstance(told, list) or not told or not all(isinstance(one, int) and one < 2**31 for one in told):
             return
         ids, (own,) = np.array(told, dtype=np.int64), self.tokenizer.encode_runs([PROBE])
         spelt = self.tokenizer.decode(told) if self.tokenizer.knows(ids).all() else ""

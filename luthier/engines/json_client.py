@@ -258,8 +258,14 @@ Score: NUMBER
 """
 WRONG_QUESTION = (400, 413, 422)  # a status that says that this question is wrong, and others need not be
 MOST_LATE = 16  # replies in a row that do not come in time, after which the server is given up
-_SCORE = re.compile(r"""score[\s*_:="'`]*(-?\d+(?:\.\d+)?)""", re.IGNORECASE)
-_NUMBER = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*")
+_LABEL = re.compile(  # Score:   **Score:**   "score":   Score (1-10) =
+    r"""(?<![a-z])score(?:["'`*_]*[ \t]*\([^()\n]{0,40}\))?["'`*_]*[ \t]*[:=]""", re.IGNORECASE
+)
+_NUMBER = r"([-+−]?\d+(?:\.\d+)?(?:e[-+]?\d+)?)"
+_ALONE = re.compile(rf"\s*{_NUMBER}\s*", re.IGNORECASE)
+_FIRST = re.compile(  # 8, **8**, 8/10 and 8. but not 8-9, 8,5 or 8th
+    rf"""[\s"'`*_$(\[{{]*{_NUMBER}(?!\w|[.,]\d|\s?[-–—]\s?\d)""", re.IGNORECASE
+)
 Told = TypeVar("Told")
 _PLACE = re.compile(r"\{([a-z]+)\}")
 
@@ -298,11 +304,18 @@ class AnswerScorer:
             refused="judge.url is asked for /v1/chat/completions; judge.model names the model",
         )
 
-    @property
-    def settings(self) -> dict[str, object]:
-        """What decides a score: scores of other settings are not compared with these."""
-        said = self.config.model_dump(mode="json", include={"url", "model", "low", "high", "max_new_tokens"})
-        return {**said, "prompt": self.prompt}
+    def settings(self, kept: Mapping[str, object] | None = None) -> dict[str, object]:
+        """What decides a score: scores of other settings are not compared with these. ``judge.model`` that is left
+        open is the one that the server names. A server that is gone is taken for the one of ``kept`` settings, if all
+        else is the same. Raises `ServerUnreachable`."""
+        said = self.config.model_dump(mode="json", include={"url", "low", "high", "max_new_tokens"})
+        said["prompt"] = self.prompt
+        try:
+            return {**said, "model": self._model.get("model")}
+        except ServerUnreachable:
+            if kept is None or {**kept, **said} != kept:
+                raise
+            return dict(kept)
 
     def judge(self, answers: Sequence[JudgedAnswer]) -> Iterator[Judgement]:
         """A judgement of each answer, in their order.
@@ -363,17 +376,20 @@ class AnswerScorer:
 
     def _score(self, told: Mapping[str, Any]) -> Judgement:
         try:
-            text = told["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError) as error:
+            choice = told["choices"][0]
+            text, is_cut = choice["message"]["content"] or "", choice.get("finish_reason") == "length"
+            parts = _LABEL.split(text)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
             hint = "judge.url names a server that answers /v1/chat/completions as OpenAI's does"
             raise UserError(
                 f"{self.client.url} does not answer with a chat completion", hint=hint, key="judge.url"
             ) from error
-        alone = _NUMBER.fullmatch(text or "")
-        named = [alone[1]] if alone else _SCORE.findall(text or "")
-        if not named:
+        if is_cut:
+            return Judgement(score=None, reason="the judge's reply is cut off (judge.max_new_tokens)")
+        number = _ALONE.fullmatch(text) if len(parts) == 1 else _FIRST.match(parts[-1])
+        if number is None:
             return Judgement(score=None, reason="the judge's reply has no score")
-        score = float(named[-1])
+        score = float(number[1].replace("\u2212", "-"))
         if not self.config.low <= score <= self.config.high:
             return Judgement(score=None, reason="the judge's score is outside of the scale")
         return Judgement(score=score)

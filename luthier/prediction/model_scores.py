@@ -94,10 +94,11 @@ def judgements(
     """
     path = folder / JUDGEMENTS_FILE
     by, kept = kept_judgements(folder)
-    if by != judge.settings:
+    settings = judge.settings(by)
+    if by != settings:
         path.unlink(missing_ok=True)
         kept = {}
-        FILES.append(path, _line(judge.settings))
+        FILES.append(path, _line(settings))
     elif not (content := path.read_bytes()).endswith(b"\n"):  # the last line was not written to its end
         write_whole(path, [content[: content.rfind(b"\n") + 1]])
     found = dict(kept)

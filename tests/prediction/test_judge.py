@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from threading import Thread
@@ -28,6 +29,7 @@ from luthier.engines.json_client import (
 from luthier.errors import ConfigError, UserError
 from luthier.metrics import METRICS, Answered, measured
 from luthier.prediction.comparing import compare_predictions as compare
+from luthier.prediction.model_scores import judgements
 from luthier.rendering import ControlTokens
 from tests.conftest import StubServer, refused, served_json
 from tests.prediction.test_compare import answers as some_answers
@@ -64,7 +66,22 @@ def answer(text: str = "up", expected: str | None = "Up.") -> JudgedAnswer:
 REPLIES: list[tuple[object, float | None, str]] = [
     ("Score: 1 it is at first, but\n**Score:** 8.5/10", 8.5, ""),
     (" 7\n", 7.0, ""),
+    ("Final **Score (1-10)**: **9**.", 9.0, ""),
+    ('{"score": "6"}', 6.0, ""),
+    ("Score: 1e1", 10.0, ""),
     ("It is fine, 8 of 10.", None, "no score"),
+    ("It has a score 3 points lower than the best.\nScore: N/A", None, "no score"),
+    ("Score: 3 it would be, but the score: it has none", None, "no score"),
+    ("Score: 7-8", None, "no score"),
+    ("Score: 7,5", None, "no score"),
+    (
+        (
+            200,
+            {"choices": [{"finish_reason": "length", "message": {"content": "A right answer has the Score: 9, but"}}]},
+        ),
+        None,
+        "cut off",
+    ),
     (None, None, "no score"),
     ("score = 11", None, "outside"),
     ("Score: -1", None, "outside"),
@@ -77,6 +94,32 @@ def test_a_score_is_what_the_reply_ends_with_if_it_is_on_the_scale() -> None:
         judgements = list(judge.judge([answer(str(number)) for number in range(len(REPLIES))]))
     for found, (_, score, reason) in zip(judgements, REPLIES, strict=True):
         assert found.score == score and reason in found.reason and bool(found.reason) == (score is None)
+
+
+def test_scores_of_another_model_behind_the_same_address_are_asked_for_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("luthier.engines.json_client.PAUSES", ())
+    model, asked = ["one"], list[str]()
+
+    def told(path: str, body: dict[str, Any] | None) -> tuple[int, object]:
+        if body is None:
+            return 200, {"data": [{"id": model[0]}]}
+        asked.append(body["model"])
+        return reply("Score: 3")
+
+    line = {"row": "r:1", "turn": 1, "sample": 0, "prompt": "p", "expected": None, "generated": "g"}
+    scored = partial(judgements, lines=[line], folder=tmp_path, control=ControlTokens(tokens=frozenset()))
+    with served_json(told) as url:
+        config = JudgeConfig(url=url)
+        for name in ("one", "one", "two"):
+            model[0] = name
+            assert [one.score for one in scored(AnswerScorer(config)).values()] == [3]
+    assert asked == ["one", "two"]
+    assert scored(AnswerScorer(config)).keys(), "the server is not needed for what it has said"
+    with pytest.raises(ServerUnreachable):
+        scored(AnswerScorer(config.model_copy(update={"high": 20})))
+    assert scored(AnswerScorer(config.model_copy(update={"model": "two"}))).keys(), "named, it is the same one"
 
 
 def test_the_judge_is_asked_by_the_prompt_and_texts_of_answers_are_no_places_in_it() -> None:
