@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
+from rich.table import Table
 
 from luthier.cli import EXIT_UNTRUE, JsonTarget, Overrides, reporting
+from luthier.terminal import plain_table
 from luthier.writing import counted, write_text
 
 if TYPE_CHECKING:
@@ -120,7 +121,10 @@ def compare(
 
         names = None if not metrics else [name for text in metrics for name in names_in(text)]
         found = compare_predictions(a, b, metrics=names, any_prompt=any_prompt)
-        output.console.print(_metric_table(found))
+        if found.metrics:
+            output.console.print(_metric_table(found))
+        for name, why in found.not_compared.items():
+            output.console.print(f"[yellow]{name} is not compared: {escape(why)}[/]", highlight=False)
         told = f"{found.num_different:,} of {counted(len(found.pairs), 'answer differs', 'answers differ')}"
         questions = counted(found.left_out, "question was", "questions were")
         left_out = f"; {questions} answered by one of the two only, and left out"
@@ -135,8 +139,7 @@ _COLUMNS = ("A", "B", "B - A", "interval", "p", "better", "worse", "equal")
 
 
 def _metric_table(found: PredictionComparison) -> Table:
-    columns = [Column(name, no_wrap=True, justify="right") for name in _COLUMNS]
-    table = Table(Column("metric", no_wrap=True), *columns, box=None, pad_edge=False)
+    table = plain_table("metric", numbers=_COLUMNS, gap=1)  # in 80 columns names are folded, and numbers whole
     for one in found.metrics:
         ends = "" if one.interval is None else f"{_short(one.interval[0])} to {_short(one.interval[1])}"
         counts = ["" if count is None else f"{count:,}" for count in (one.better, one.worse, one.equal)]

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Column, Table
 from rich.text import Text
 
 from luthier.cli import EXIT_UNTRUE, JsonTarget, reporting
-from luthier.terminal import plain_table
 from luthier.writing import counted
 
 if TYPE_CHECKING:
@@ -64,7 +62,8 @@ def list_(folder: Stores = None, json: JsonTarget = None) -> None:
 
         root = default_root() if folder is None else folder
         found = list_stores(root)
-        output.console.print(_table(found) if found else Text(f"no store in {root}", style="dim"))
+        told = [_store(info) for info in found] or [Text(f"no store in {root}", style="dim")]
+        output.console.print(Text("\n").join(told), soft_wrap=True)
         output.emit({"root": str(root), "stores": [_plain(asdict(info)) for info in found]})
 
 
@@ -135,7 +134,7 @@ def export(
 ) -> None:
     """Write a store as a parquet file: ids, targets, weights, branches and notes of every sample.
 
-    [dim]Example[/]   luthier store export ~/.cache/luthier/store/v4-0123 samples.parquet
+    [dim]Example[/]   luthier store export ~/.cache/luthier/store/NAME samples.parquet
     """
     with reporting(json) as output:
         from luthier.store.care import export_store
@@ -146,17 +145,15 @@ def export(
         output.emit({"store": str(store), "file": str(target), "samples": num_samples})
 
 
-def _table(stores: list[StoreInfo]) -> Table:
-    columns = [Column(name, justify="right") for name in ("samples", "tokens", "size")]
-    table = plain_table("store", "made for", *columns, "last use", gap=2)
-    for info in stores:
-        made_for = str(info.about.get("model") or info.about.get("tokenizer") or "")
-        when = "in use" if info.in_use else time.strftime("%Y-%m-%d %H:%M", time.localtime(info.last_use))
-        numbers = (f"{info.num_samples:,}", f"{info.num_tokens:,}")
-        table.add_row(info.folder.name, made_for, *numbers, _human(info.num_bytes), when)
-        if info.problem is not None:
-            table.add_row("", Text(info.problem, style="yellow"))
-    return table
+def _store(info: StoreInfo) -> Text:
+    """Its name in a line of its own, so that it can be copied, and what there is to say of it."""
+    made_for = str(info.about.get("model") or info.about.get("tokenizer") or "")
+    when = "in use" if info.in_use else time.strftime("last used %Y-%m-%d %H:%M", time.localtime(info.last_use))
+    sizes = f"{counted(info.num_samples, 'sample')}, {counted(info.num_tokens, 'token')}, {_human(info.num_bytes)}"
+    text = Text.assemble(
+        (info.folder.name, "bold"), f"\n  {sizes}, {when}", (f", made for {made_for}" * bool(made_for), "dim")
+    )
+    return text if info.problem is None else text.append(f"\n  {info.problem}", style="yellow")
 
 
 def _health(health: StoreHealth) -> Text:

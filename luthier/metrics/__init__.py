@@ -42,6 +42,8 @@ class Metric:
     ``of_corpus(all expected, all generated)`` gives one for all of them; ``of_losses`` one for the losses of the rows'
     own answers, for which nothing is generated. Or it is what a judge has said (``is_judged``), which stands with the
     answers.
+    ``without_say``: where the row has no say for one of two answers that are compared, and has one for the other, this
+    is what the first one is worth; None: neither counts.
     ``with_argument`` makes the metric that a name with an argument means: ``regex:PATTERN``. ``package`` is what it
     needs beside Luthier, which ``extra`` of Luthier installs."""
 
@@ -50,6 +52,7 @@ class Metric:
     of_corpus: OfCorpus | None = None
     of_losses: OfLosses | None = None
     is_judged: bool = False
+    without_say: float | None = None
     with_argument: Callable[[str], Metric] | None = None
     package: str | None = None
     extra: str | None = None
@@ -97,8 +100,8 @@ METRICS: Table[Metric] = Table(
         "choice": Metric(of_row=texts.is_same_choice),
         "regex": Metric(with_argument=lambda pattern: Metric(of_row=texts.by_pattern(pattern))),
         "json": Metric(of_row=texts.is_same_json),
-        "tool_names": Metric(of_message=texts.calls_same_tools),
-        "tool_calls": Metric(of_message=texts.makes_same_calls),
+        "tool_names": Metric(of_message=texts.calls_same_tools, without_say=1.0),  # no call, and none is wanted
+        "tool_calls": Metric(of_message=texts.makes_same_calls, without_say=1.0),
         "rouge1": Metric(of_row=texts.rouge("rouge1"), package="rouge_score", extra="metrics"),
         "rouge2": Metric(of_row=texts.rouge("rouge2"), package="rouge_score", extra="metrics"),
         "rougeL": Metric(of_row=texts.rouge("rougeL"), package="rouge_score", extra="metrics"),
@@ -281,6 +284,29 @@ def _whole(found: CorpusScore, rows: Sequence[str]) -> dict[str, object]:
 
 def values_of(metric: Metric, answers: Sequence[Answered]) -> list[list[float]]:
     """The values of each question's samples; none where the row has no say."""
+    return [[value for value in row if value is not None] for row in _values(metric, answers)]
+
+
+def paired_values(
+    metric: Metric, a: Sequence[Answered], b: Sequence[Answered]
+) -> tuple[list[list[float]], list[list[float]]]:
+    """The values of two models' answers to the same questions, as many of each for a question: a sample counts for both
+    or for neither."""
+    pairs = [
+        [
+            (metric.without_say if x is None else x, metric.without_say if y is None else y)
+            for x, y in zip(of_a, of_b, strict=False)
+            if x is not None or y is not None
+        ]
+        for of_a, of_b in zip(_values(metric, a), _values(metric, b), strict=True)
+    ]
+    whole = [[(x, y) for x, y in pair if x is not None and y is not None] for pair in pairs]
+    return [[x for x, _ in pair] for pair in whole], [[y for _, y in pair] for pair in whole]
+
+
+def _values(metric: Metric, answers: Sequence[Answered]) -> list[list[float | None]]:
+    """Of each sample, None where the row has no say. An answer that cannot be read back as a message, beside one that
+    can, is wrong."""
     values: list[list[float | None]] = []
     for one in answers:
         if metric.is_judged:
@@ -288,11 +314,10 @@ def values_of(metric: Metric, answers: Sequence[Answered]) -> list[list[float]]:
         elif metric.of_row is not None and one.expected is not None:
             values.append([metric.of_row(one.expected, sample) for sample in one.generated])
         elif metric.of_message is not None and one.message is not None:
-            read = [message for message in one.messages if message is not None]
-            values.append([metric.of_message(one.message, message) for message in read])
+            values.append([0.0 if read is None else metric.of_message(one.message, read) for read in one.messages])
         else:
             values.append([])
-    return [[value for value in row if value is not None] for row in values]
+    return values
 
 
 def _of_rows(metric: Metric, answers: Sequence[Answered]) -> dict[str, object]:
@@ -308,7 +333,7 @@ def told_of_values(values: Sequence[Sequence[float]], rows: Sequence[str]) -> di
     samples = [sample for row in values for sample in row]
     if not samples:
         return {}
-    parts_N2 = _sums_and_counts(values)
+    parts_N2 = sums_and_counts(values)
     told: dict[str, object] = {"mean": mean_of(parts_N2.sum(axis=0))}
     told |= _ends(interval(parts_N2, rows, mean_of))
     several = [row for row in values if row]
@@ -321,20 +346,18 @@ def told_of_values(values: Sequence[Sequence[float]], rows: Sequence[str]) -> di
     return told
 
 
-def _sums_and_counts(values: Sequence[Sequence[float]]) -> Sums:
+def sums_and_counts(values: Sequence[Sequence[float]]) -> Sums:
+    """Of the values of each question, float64[N, 2]."""
     return np.array([(sum(row), len(row)) for row in values], dtype=np.float64).reshape(-1, 2)
 
 
 def parts_of(
     metric: Metric, answers: Sequence[Answered], losses: Sequence[RowLoss] = ()
 ) -> tuple[Sums, list[str], ScoreOf] | None:
-    """What each answer (or row) adds to a metric's sums, float64[N, S], of which row it is, and the score of sums; None
-    where nothing is measured, or where a score has no such parts."""
+    """What each answer (or row) adds to a corpus metric's sums, float64[N, S], of which row it is, and the score of
+    sums; None where nothing is measured, or where a score has no such parts."""
     if metric.of_losses is not None:
         found, rows = (metric.of_losses(losses), [each.row for each in losses]) if losses else (None, [])
-    elif metric.is_of_rows:
-        values = values_of(metric, answers)
-        return (_sums_and_counts(values), [one.row for one in answers], mean_of) if any(values) else None
     elif all(one.expected is None for one in answers):
         return None
     else:

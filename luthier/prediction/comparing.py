@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +15,8 @@ import regex
 
 from luthier.check.show.html import render
 from luthier.errors import UserError
-from luthier.metrics import JUDGE, Answered, Metric, RowLoss, chosen_metrics, parts_of, values_of
-from luthier.metrics.texts import is_unspaced, paired, sums_by_row
+from luthier.metrics import JUDGE, RowLoss, chosen_metrics, paired_values, parts_of, sums_and_counts
+from luthier.metrics.texts import ScoreOf, Sums, is_unspaced, mean_of, paired, sums_by_row
 from luthier.prediction.model_scores import (
     AnswerPlace,
     Judgements,
@@ -31,6 +31,7 @@ from luthier.writing import counted, printable
 
 MOST_NAMED = 3  # of the questions that differ
 MOST_SHOWN = 2000  # pairs on a page, which a browser still opens at once
+PERPLEXITY = "perplexity"
 _RANK = {"worse": 0, "better": 1, "equal": 2, "": 2}
 MOST_WORDS = 2000  # of two answers whose differing words are marked
 _WORD = regex.compile(r"\s+|\w+|\X")  # \X: a character as it is seen, with the marks on it
@@ -75,13 +76,15 @@ class AnswerPair:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionComparison:
-    """Two predictions beside each other. ``left_out``: questions that one of them has not answered."""
+    """Two predictions beside each other. ``left_out``: questions that one of them has not answered.
+    ``not_compared``: metrics that both have and that cannot be compared, with the reason."""
 
     a: str
     b: str
     metrics: tuple[MetricComparison, ...]
     pairs: tuple[AnswerPair, ...]
     left_out: int
+    not_compared: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def num_different(self) -> int:
@@ -107,22 +110,30 @@ def compare_predictions(
     _check_questions(lines_a, lines_b, any_prompt=any_prompt)
     refused = {place[:2] for lines in (lines_a, lines_b) for place, line in lines.items() if "refused" in line}
     both = [place for place in lines_a if place[:2] not in refused]
-    judged_a, judged_b = _judged_alike(folders, is_asked=metrics is not None and JUDGE in metrics)
+    not_compared: dict[str, str] = {}
+    judged_a, judged_b = _judged_alike(folders, not_compared, is_asked=metrics is not None and JUDGE in metrics)
     answers_a = answers_in([lines_a[place] for place in both], judged_a)
     answers_b = answers_in([lines_b[place] for place in both], judged_b)
-    losses_a, losses_b = _same_rows(*(kept_losses(folder) or [] for folder in folders))
+    losses_a, losses_b = _same_rows(folders, {row for row, _ in refused}, not_compared)
     verdicts: dict[str, list[str]] = {}
     found: list[MetricComparison] = []
     for name, metric in chosen.items():
-        told = _compared(name, metric, (answers_a, answers_b), (losses_a, losses_b))
-        if told is None:
-            continue
         if metric.is_of_rows:
+            values = paired_values(metric, answers_a, answers_b)
+            if not any(values[0]):
+                continue
+            rows = [one.row for one in answers_a]
+            of_a, of_b = ((sums_and_counts(each), rows, mean_of) for each in values)
             # Of each question; a row without a say is neither.
-            pairs = zip(values_of(metric, answers_a), values_of(metric, answers_b), strict=True)
+            pairs = zip(*values, strict=True)
             verdicts[name] = [_verdict(fmean(one), fmean(other)) if one and other else "" for one, other in pairs]
             better, worse, equal = (verdicts[name].count(what) for what in ("better", "worse", "equal"))
-            told = replace(told, better=better, worse=worse, equal=equal)
+            told = replace(_compared(name, of_a, of_b), better=better, worse=worse, equal=equal)
+        else:
+            whole_a, whole_b = parts_of(metric, answers_a, losses_a), parts_of(metric, answers_b, losses_b)
+            if whole_a is None or whole_b is None:
+                continue
+            told = replace(_compared(name, whole_a, whole_b), lower_is_better=metric.of_losses is not None)
         found.append(told)
     questions = dict.fromkeys(place[:2] for place in both)
     of_question = {place: {name: each[n] for name, each in verdicts.items()} for n, place in enumerate(questions)}
@@ -132,6 +143,7 @@ def compare_predictions(
         metrics=tuple(found),
         pairs=tuple(_pair(place, lines_a[place], lines_b[place], of_question.get(place[:2], {})) for place in both),
         left_out=len(refused),
+        not_compared={name: why for name, why in not_compared.items() if name in chosen},
     )
 
 
@@ -178,12 +190,31 @@ def _named(places: Sequence[tuple[str, int]]) -> str:
     return told + (" …" if len(places) > MOST_NAMED else "")
 
 
-def _same_rows(a: list[RowLoss], b: list[RowLoss]) -> tuple[list[RowLoss], list[RowLoss]]:
-    """Losses of both, or none where they are not of the same rows in the same order."""
-    return (a, b) if [each.row for each in a] == [each.row for each in b] else ([], [])
+def _same_rows(
+    folders: tuple[Path, Path], refused: set[str], not_compared: dict[str, str]
+) -> tuple[list[RowLoss], list[RowLoss]]:
+    """Losses of both, of rows that both have answered. None, and the reason in ``not_compared``, where they are not of
+    the same rows with the same number of targets: a mean over other tokens is another measure."""
+    both = [kept_losses(folder) for folder in folders]
+    a, b = ([each for each in losses or () if each.row not in refused] for losses in both)
+    differing = [x.row for x, y in zip(a, b, strict=False) if x.targets != y.targets]
+    if both.count(None):
+        lacking = " and ".join(name for name, losses in zip("AB", both, strict=True) if losses is None)
+        why = f"{lacking} has no losses of the rows' own answers"
+    elif [each.row for each in a] != [each.row for each in b]:
+        why = "the losses are of other rows in B than in A"
+    elif differing:
+        why = f"{counted(len(differing), 'row has', 'rows have')} another number of tokens in B than in A, the "
+        why += f"first: {differing[0]}; bleu, chrf or a metric of answers compares models of two tokenizers"
+    else:
+        return a, b
+    not_compared[PERPLEXITY] = why
+    return [], []
 
 
-def _judged_alike(folders: tuple[Path, Path], *, is_asked: bool) -> tuple[Judgements, Judgements]:
+def _judged_alike(
+    folders: tuple[Path, Path], not_compared: dict[str, str], *, is_asked: bool
+) -> tuple[Judgements, Judgements]:
     """What a judge said of the answers of both, or nothing where it was not the same judge. Raises `UserError` where
     its scores are asked for and are not there."""
     (by_a, of_a), (by_b, of_b) = (kept_judgements(folder) for folder in folders)
@@ -193,18 +224,15 @@ def _judged_alike(folders: tuple[Path, Path], *, is_asked: bool) -> tuple[Judgem
         lacking = " and ".join(str(folder) for folder, by in zip(folders, (by_a, by_b), strict=True) if by is None)
         what = f"{lacking} has no scores of a judge" if lacking else "the two were judged by other settings of judge"
         raise UserError(what, hint="predict both again with the same judge.url, judge.prompt and scale")
+    if by_a is not None and by_b is not None:
+        not_compared[JUDGE] = "the two were judged by other settings of judge"
     return {}, {}
 
 
 def _compared(
-    name: str,
-    metric: Metric,
-    answers: tuple[list[Answered], list[Answered]],
-    losses: tuple[list[RowLoss], list[RowLoss]],
-) -> MetricComparison | None:
-    of_a, of_b = (parts_of(metric, *each) for each in zip(answers, losses, strict=True))
-    if of_a is None or of_b is None:
-        return None
+    name: str, of_a: tuple[Sums, list[str], ScoreOf], of_b: tuple[Sums, list[str], ScoreOf]
+) -> MetricComparison:
+    """By what each answer adds to the sums of both, as `parts_of` tells it."""
     score_of = of_a[2]
     sums_a, sums_b = sums_by_row(*of_a[:2]), sums_by_row(*of_b[:2])
     ends, p = paired(sums_a, sums_b, score_of)
@@ -216,7 +244,6 @@ def _compared(
         difference=score_b - score_a,
         interval=ends,
         p=p,
-        lower_is_better=metric.of_losses is not None,
     )
 
 
@@ -298,5 +325,6 @@ def comparison_facts(found: PredictionComparison) -> dict[str, object]:
         "answers": len(found.pairs),
         "different": found.num_different,
         "left_out": found.left_out,
+        "not_compared": dict(found.not_compared),
         "metrics": {one.name: msgspec.to_builtins(one) for one in found.metrics},
     }

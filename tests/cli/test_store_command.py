@@ -59,7 +59,7 @@ def test_ls_tells_what_there_is(root: Path, capsys: pytest.CaptureFixture[str]) 
     assert code == 0
     (store,) = answer["stores"]  # type: ignore[misc]
     assert (store["num_samples"], store["num_tokens"], store["about"]["model"]) == (6, 60, "org/tiny")
-    assert "org/tiny" in words
+    assert "org/tiny" in words and store_of(root).name in words.splitlines(), "a name that can be copied"
 
 
 def test_ls_of_an_empty_place_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,47 @@ def test_what_is_better_worse_and_equal_adds_up_to_the_difference(tmp_path: Path
     assert exact.interval is not None and mirrored.interval == pytest.approx((-exact.interval[1], -exact.interval[0]))
 
 
+def test_losses_over_other_tokens_are_not_compared_and_it_is_said(tmp_path: Path) -> None:
+    a = prediction(tmp_path / "a", answers(True, True), [1.0, 2.0])
+    b = prediction(tmp_path / "b", answers(True, True), [1.0, 2.0])
+    losses = (b / "losses.jsonl").read_text()
+    assert not compare(a, b, metrics=["perplexity"]).not_compared
+    for other in (
+        losses.replace('"targets": 3', '"targets": 4', 1),
+        losses.replace("rows.jsonl:2", "rows.jsonl:3"),
+        "",
+    ):
+        (b / "losses.jsonl").write_text(other)
+        found = compare(a, b, metrics=["perplexity", "exact"])
+        assert [one.name for one in found.metrics] == ["exact"] and set(found.not_compared) == {"perplexity"}
+        assert "perplexity is not compared" in comparison_page(found)
+    (b / "losses.jsonl").unlink()
+    assert set(compare(a, b).not_compared) == {"perplexity"} and not compare(a, b, metrics=["exact"]).not_compared
+
+
+def called(name: str | None) -> dict[str, Any]:
+    calls = [{"function": {"name": name, "arguments": "{}"}}] if name else []
+    return {"role": "assistant", "content": "", **({"tool_calls": calls} if calls else {})}
+
+
+def test_a_call_that_nobody_wants_and_an_answer_that_cannot_be_read_are_worse(tmp_path: Path) -> None:
+    """A row counts if one of the two calls a tool, or one is expected."""
+    folders = [prediction(tmp_path / name, answers(*[True] * 5)) for name in "ab"]
+    wanted = ["f", "f", None, None, None]
+    made = [["f", "f", None, None, None], ["f", None, "f", None, "unread"]]
+    for folder, calls in zip(folders, made, strict=True):
+        lines = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+        for line, call, want in zip(lines, calls, wanted, strict=True):
+            line |= {"message": None if call == "unread" else called(call), "expected_message": called(want)}
+        (folder / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for metric in ("tool_calls", "tool_names"):
+        found = compare(*folders, metrics=[metric])
+        (one,) = found.metrics
+        assert (one.a, one.b, one.better, one.worse, one.equal) == (1.0, 0.25, 0, 3, 1)
+        assert [pair.verdicts[metric] for pair in found.pairs] == ["equal", "worse", "worse", "", "worse"]
+        assert compare(*reversed(folders), metrics=[metric]).metrics[0].better == 3
+
+
 def test_the_chance_of_few_rows_is_that_of_all_ways_to_swap_them() -> None:
     generator = np.random.default_rng(0)
     values_2N = generator.integers(2, size=(2, 8)).astype(float)
@@ -181,5 +222,11 @@ def test_the_command_writes_a_page_and_one_json_document(tmp_path: Path, capsys:
     page = tmp_path / "page.html"
     assert run_command(["compare", str(a), str(b), "--metrics", "exact", "--html", str(page), "--json", "-"]) == 0
     told = json.loads(capsys.readouterr().out)
+    pattern = "regex:a name that is (much|far) too long for any column of a table that has numbers beside it"
+    big = prediction(tmp_path / "big", answers(True, False), [9.0, 14.0])
+    small = prediction(tmp_path / "small", answers(False, True), [1.0, 14.5])
+    assert run_command(["compare", str(big), str(small), "--metrics", f"normalised,chrf,perplexity,{pattern}"]) == 0
+    table = capsys.readouterr().out
+    assert "…" not in table and all(name in table for name in ("normalised", "better", "worse", "equal", "interval"))
     assert told["metrics"]["exact"]["better"] == 1 and told["different"] == 1 and page.is_file()
     assert run_command(["compare", str(a), str(tmp_path)]) == 2

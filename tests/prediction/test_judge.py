@@ -291,7 +291,9 @@ def test_two_predictions_are_compared_by_what_one_judge_said_of_both(tmp_path: P
     judged(folders[1], "x", [4, 5, 2])
     found = compare(*folders, metrics=["judge"])
     (one,) = found.metrics
-    assert (one.a, one.b, one.better, one.worse, one.equal) == (3, 11 / 3, 1, 0, 1)
+    assert (one.a, one.b, one.better, one.worse, one.equal) == (3, 4.5, 1, 0, 1), (
+        "an answer counts for both or for neither"
+    )
     assert [pair.verdicts["judge"] for pair in found.pairs] == ["better", "equal", ""]
     judged(folders[1], "y", [4, 5, 2])
     assert "judge" not in {one.name for one in compare(*folders).metrics}

@@ -84,7 +84,9 @@ def _counts(diff: RunDiff) -> Group:
                     f" · in {diff.num_same_answers:,} of them the text that is learned is the same", style="dim"
                 )
             table.add_row(Text(f"{count:,}", style=STYLES[change] if count else "dim"), words)
-    sums = plain_table("", numbers=("A", "B", "change"), gap=2)
+    if not diff.tokens_a and not diff.tokens_b:
+        return Group(table, Text("\nno row is encoded on both sides, so their tokens are not compared", style="dim"))
+    sums = plain_table("of rows on both sides", numbers=("A", "B", "change"), gap=2)
     for name, one, other in (("tokens", diff.tokens_a, diff.tokens_b), ("targets", diff.targets_a, diff.targets_b)):
         sums.add_row(name, f"{one:,}", f"{other:,}", f"{other - one:+,}" if other != one else "0")
     return Group(table, Text(""), sums)
