@@ -135,12 +135,23 @@ class CorpusScore:
     score_of: ScoreOf | None = None
 
 
+_AT_THE_END = regex.compile(r"[\p{Terminal_Punctuation}\s]+\Z")
+_PAIRS = {"(": ")", "[": "]", "{": "}", "*": "*", "`": "`", "「": "」", "『": "』", "《": "》", "【": "】"}
+_QUOTES = "\"'“”„‟‘’‚‛«»‹›"
+
+
 def normalised(text: str) -> str:
-    """``" The  Answer. " -> "the answer"``: Unicode NFKC, case folded, white space as one blank, no punctuation at the
-    ends."""
-    words = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-    inner = [at for at, letter in enumerate(words) if not unicodedata.category(letter).startswith(("P", "Z"))]
-    return words[inner[0] : inner[-1] + 1] if inner else ""
+    """``' "The  Answer." ' -> 'the answer'``: Unicode NFKC, case folded, white space as one blank, without marks that
+    end a sentence or enclose the whole (quotes, brackets, ``**``). Other signs stay: ``-5``, ``c#``, ``.5``; so does a
+    text of such marks alone."""
+    words = inner = " ".join(unicodedata.normalize("NFKC", text).casefold().replace("\u2212", "-").split())
+    while True:
+        before, inner = inner, _AT_THE_END.sub("", inner).lstrip("¿¡ ")
+        ends = inner[:1], inner[-1:]
+        if len(inner) > 2 and (_PAIRS.get(ends[0]) == ends[1] or (ends[0] in _QUOTES and ends[1] in _QUOTES)):
+            inner = inner[1:-1]
+        if inner == before:
+            return inner or words
 
 
 def is_exact(expected: str, generated: str) -> float:
@@ -152,19 +163,28 @@ def is_alike(expected: str, generated: str) -> float:
     return float(normalised(expected) == normalised(generated))
 
 
-def is_contained(expected: str, generated: str) -> float:
-    """Whether the expected text is in the generated one, both `normalised`."""
-    return float(normalised(expected) in normalised(generated))
+def is_contained(expected: str, generated: str) -> float | None:
+    """Whether the expected text is in the generated one, both `normalised`. An empty text has no say."""
+    wanted = normalised(expected)
+    return float(wanted in normalised(generated)) if wanted else None
 
 
-_NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,400}|(?=\.\d))(?:\.\d{1,400})?")
-_CHOICE = re.compile(r"(?<![\w'’])([A-J])(?![\w'’])")  # of I'm, none
-_CHOICE_ALONE = re.compile(r"\W*([A-J])\W*")
+_NUMBER = re.compile(
+    r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,400}|(?=\.\d))(?:\.\d{1,400})?(?:[eE][-+]?\d{1,3}(?!\d))?"
+)
+_MINUS = str.maketrans("\u2212\ufe63\uff0d", "---")  # signs that look like a hyphen
+_CHOICE = re.compile(r"(?<![\w'’])([A-Ja-j])(?![\w'’+#]|-\w)")  # of I'm and C++, none
+_CHOICE_ALONE = re.compile(r"(?:[^\w+#]|_)*([A-J])(?:[^\w+#]|_)*", re.IGNORECASE)
+_CHOOSING = re.compile(  # what stands before a letter that is chosen: "the answer is", "Option", "choice:"
+    r"\b(?:answer|option|choice|letter)\b(?:\s+(?:is|would\s+be))?[\s:*_\"'“‘(\[$]*\Z", re.IGNORECASE
+)
+_IS = re.compile(r"\b(?:is|choose|chose|pick|select)[\s*_\"'“‘(\[$]*\Z", re.IGNORECASE)
 
 
 def last_number(text: str) -> Decimal | None:
-    """``"Of 1,200 there are 72.50 left." -> 72.5``; None without one. A comma between digits parts thousands."""
-    found = [match[0] for match in _NUMBER.finditer(text)]
+    """``"Of 1,200 there are 72.50 left." -> 72.5``, ``"1.5e3" -> 1500``, ``"\u22125" -> -5``; None without one. A comma
+    between digits parts thousands."""
+    found = [match[0] for match in _NUMBER.finditer(text.translate(_MINUS))]
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
@@ -176,22 +196,27 @@ def is_same_number(expected: str, generated: str) -> float | None:
 
 def is_same_choice(expected: str, generated: str) -> float | None:
     """Whether the generated text chooses the expected letter, from A to J: it is that letter, or the last such letter
-    in it that stands alone (``"So it is (B)."``; the article A does not). An expected text that is no single letter has
-    no say."""
+    in it that stands alone (``"So it is (b)."``, ``"The answer is A because …"``; the article in ``"A cat"`` does not).
+    A small letter in a text is one in brackets, or behind words like ``answer is``. An expected text that is no single
+    letter has no say."""
     wanted = _CHOICE_ALONE.fullmatch(expected.strip())
     if wanted is None:
         return None
     alone = _CHOICE_ALONE.fullmatch(generated.strip())
-    if alone is not None:
-        return float(alone[1] == wanted[1])
-    letters = [match[1] for match in _CHOICE.finditer(generated) if not _is_a_word(match)]
-    return float(bool(letters) and letters[-1] == wanted[1])
+    letters = [alone] if alone else [match for match in _CHOICE.finditer(generated) if _is_chosen(match)]
+    return float(bool(letters) and letters[-1][1].upper() == wanted[1].upper())
 
 
-def _is_a_word(letter: re.Match[str]) -> bool:
-    """``A cat``, ``I think``: the letter and a blank before a small letter."""
-    behind = letter.string[letter.end() : letter.end() + 2]
-    return letter[1] in "AI" and behind[:1] == " " and behind[1:].islower()
+def _is_chosen(letter: re.Match[str]) -> bool:
+    """``(a)``, ``B``, ``the answer is A because``; not ``a cat``, ``A cat``, ``I think``."""
+    text, before = letter.string, letter.string[max(0, letter.start() - 40) : letter.start()]
+    behind = text[letter.end() : letter.end() + 2]
+    is_chosen, is_word = _CHOOSING.search(before) is not None, behind[:1] == " " and behind[1:].islower()
+    if letter[1].islower():
+        return (before[-1:] == "(" and behind[:1] == ")") or (is_chosen and not is_word)
+    if letter[1] == "A":
+        return not is_word or is_chosen or _IS.search(before) is not None
+    return letter[1] != "I" or not is_word or is_chosen
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -425,6 +425,14 @@ def test_the_report_says_what_changes_in_80_columns_without_colour(folder: Path)
     assert "B refuses it: too_long" in text
 
 
+def test_data_without_a_row_in_common_have_no_tokens_to_compare(folder: Path) -> None:
+    other = written(folder / "other.jsonl", [chat(77)])
+    alike, apart = (
+        told(compared(config_of(folder), config_of(folder, *more))) for more in ((), (f"data.train={other}",))
+    )
+    assert re.search(r"tokens +\d", alike) and not re.search(r"tokens +\d", apart)
+
+
 def test_nothing_changes_is_said_in_so_many_words(folder: Path) -> None:
     text = told(compared(config_of(folder), config_of(folder)))
     assert "Nothing changes" in text and "differ" not in text.split("Nothing changes")[1]

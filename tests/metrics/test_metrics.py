@@ -241,13 +241,60 @@ def test_shares_are_those_of_scikit_learn() -> None:
         ("“Yes.”", "yes", True),
         ("a\u00a0b\n", "a b", True),
         ("3.5", "35", False),
-        ("-", "", True),
+        ("-", "", False),
+        ("?", "!", False),
+        ("-5", "5", False),
+        ("\u22125", "-5", True),
+        ("C#", "C", False),
+        (".5", "5", False),
+        ("50%", "50", False),
+        ("f(x)", "f(x", False),
+        ("*.py", ".py", False),
+        ("**Yes!**", "(yes)", True),
+        ("¿Qué?", "qué", True),
         ("东京", "东京。", True),
         ("no", "on", False),
     ],
 )
 def test_texts_are_normalised_alike_in_every_script(one: str, other: str, equal: bool) -> None:
     assert (normalised(one) == normalised(other)) is equal
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected", "generated", "value"),
+    [
+        ("contains", "...", "anything", 0),
+        ("contains", "", "anything", None),
+        ("contains", "-5", "x = 5", 0),
+        ("contains", "Paris.", "It is Paris, I think", 1),
+        ("number", "-5", "It is \u22125.", 1),
+        ("number", "5", "\u22125", 0),
+        ("number", "1e-5", "1e-6", 0),
+        ("number", "1500", "1.5e3 m", 1),
+        ("number", "1e-5", "0.00001", 1),
+        ("number", "12", "12,000", 0),
+        ("number", "3", "the 3rd", 1),
+        ("number", "no", "3", None),
+        ("choice", "A", "The answer is A because it is red", 1),
+        ("choice", "A", "It is A since B is wrong. So it is A then", 1),
+        ("choice", "A", "A cat", 0),
+        ("choice", "B", "So B. A cat is none.", 1),
+        ("choice", "B", "So B. And I think that is it.", 1),
+        ("choice", "B", "b", 1),
+        ("choice", "b", "**B**", 1),
+        ("choice", "B", "_B_", 1),
+        ("choice", "B", "It must be (b), not (a cat)", 1),
+        ("choice", "B", "the answer is b.", 1),
+        ("choice", "A", "the answer is a cat", 0),
+        ("choice", "C", "C++", 0),
+        ("choice", "cat", "C", None),
+    ],
+)
+def test_values_in_answers_are_found_as_people_write_them(
+    metric: str, expected: str, generated: str, value: float | None
+) -> None:
+    of_row = METRICS[metric].of_row
+    assert of_row is not None and of_row(expected, generated) == value
 
 
 # --------------------------------------------------------------------------------------------------------------------
