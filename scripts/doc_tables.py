@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from luthier.config.inputs import MixtureConfig, Section, SourceConfig, TargetRuleConfig
+from luthier.config.loading import load_config_text
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned, ReferenceConfig, kind_of
 from luthier.config.optimizers import OPTIMIZERS, Default
 from luthier.config.rollout import CodeConfig, CorrectionConfig, EngineConfig, RewardActorsConfig, RewardConfig
 from luthier.config.schema import RunConfig
 from luthier.config.words import JsonSchema, choices, expected, resolve, schema_at
+from luthier.errors import ConfigError
 from luthier.media.families import Attention, Family, MediaKind, PackingSupport
 from luthier.media.families.table import FAMILIES, MODEL_TYPES, PROCESSORS
 from luthier.presets.named_templates import EOS, TEMPLATES
@@ -34,10 +36,7 @@ All mistakes are reported at once, before anything heavy is imported: file, line
 For example:
 
 ```
-run.yaml:4 train.lr: the section train has no such key (Luthier's name for it is train.learning_rate)
-run.yaml:5 train.max_steps: expected a whole number of at least 1 or null, got 2.5 (write 2 or 3)
-run.yaml:8 data.eval_split: rows are held out (0.1) although data.eval (line 7) names eval data (keep one: …)
-override adapter=LORA adapter.type: expected one of full, freeze, lora, oft, got the text "LORA" (did you mean lora? …)
+{mistakes}
 ```
 
 This page is generated from the code by `scripts/write_docs.py`.
@@ -59,9 +58,30 @@ This page is generated from the code by `scripts/write_docs.py`.
 """
 
 
+_WITH_MISTAKES = """\
+model: preset:tiny-qwen3
+output: {dir: out}
+train:
+  lr: 1e-4
+  max_steps: 2.5
+data:
+  eval: preset:skills
+  eval_split: 0.1
+  train: preset:skills
+"""
+
+
+def _mistakes() -> str:
+    try:
+        load_config_text(_WITH_MISTAKES, "run.yaml", ["adapter=LORA"])
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("the example has mistakes")
+
+
 def config_reference() -> str:
     """docs/config.md: one table per section, printed from the schema."""
-    parts = [_INTRODUCTION]
+    parts = [_INTRODUCTION.replace("{mistakes}", _mistakes())]
     for name, field in RunConfig.model_fields.items():
         kind = field.annotation
         assert isinstance(kind, type) and issubclass(kind, Section), name

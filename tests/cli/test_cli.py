@@ -67,6 +67,18 @@ def luthier_process(*arguments: str, **environment: str) -> subprocess.Completed
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANG_SECONDS, check=False)
 
 
+def test_the_page_of_the_command_line_names_every_command_in_its_table() -> None:
+    table = [
+        line for line in (REPOSITORY / "docs" / "cli.md").read_text().splitlines() if line.startswith("| `luthier ")
+    ]
+    commands = [one.name or one.callback.__name__ for one in app.registered_commands if one.callback and not one.hidden]
+    groups = [one.name for one in app.registered_groups]
+    missing = [
+        name for name in (*commands, *groups) if not any(line.startswith(f"| `luthier {name}") for line in table)
+    ]
+    assert len(commands) > 10 and not missing
+
+
 def test_the_package_run_as_a_module_is_the_command() -> None:
     told = luthier_process("version")
     assert (told.returncode, told.stdout) == (0, f"{luthier.__version__}\n")
