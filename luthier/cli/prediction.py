@@ -47,13 +47,13 @@ SECONDS_BETWEEN = 2.0  # between two lines of progress
 
 
 class WhichTurns(StrEnum):
-    """Which answers of a row are asked for."""
+    """Which questions of a row are asked."""
 
     LAST = "last"
     EVERY = "every"
 
 
-TurnsChoice = Annotated[WhichTurns, typer.Option(help="The last answer of each row, or every learned one.")]
+TurnsChoice = Annotated[WhichTurns, typer.Option(help="One question of each row, the last; or every one.")]
 
 
 def predict(  # noqa: PLR0913
