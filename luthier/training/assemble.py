@@ -55,12 +55,12 @@ from luthier.training.losses import ObjectiveParts, StepLosses, names_of_drawing
 from luthier.training.losses.objective import kernel_name, make_losses, model_pass
 from luthier.training.losses.policies import FLOOR_OF_16_BITS, PolicyLosses
 from luthier.training.losses.tower_features import AUTOCAST_DTYPES, choose_media
+from luthier.training.ray_actors import ray_rewards
 from luthier.training.report import ModelSummary
 from luthier.training.rollouts import AnswerLayout, reward_models
 from luthier.training.rollouts.delivery import Delivery, delivery_of
 from luthier.training.rollouts.drawing import Rollouts
 from luthier.training.rollouts.early_warnings import EarlyWarnings
-from luthier.training.rollouts.ray_actors import ray_rewards
 from luthier.training.rollouts.sampler_probes import SamplerProbes
 from luthier.training.rollouts.talks import Talks, sampling
 from luthier.training.trainer import Trainer, TrainerParts

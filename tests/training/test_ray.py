@@ -25,9 +25,9 @@ from luthier.errors import ConfigError, SamplerLost, UserError
 from luthier.metrics import METRICS, Metric
 from luthier.preparation.prepare import connect
 from luthier.rewards.judging import DrawnAnswer
+from luthier.training.ray_actors import _parts, ray_rewards
 from luthier.training.report import RunResult
 from luthier.training.rollouts.delivery import ray_samplers
-from luthier.training.rollouts.ray_actors import _parts, ray_rewards
 
 Train = Callable[..., RunResult]
 LORA = {"adapter": {"type": "lora", "r": 4, "lora_alpha": 8}}
@@ -47,7 +47,7 @@ def cluster() -> Iterator[None]:
 def _a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METRICS._rows, "evenness", Metric(of_row=evenness))
     monkeypatch.setattr("luthier.training.rollouts.delivery.PAUSES", (0.01, 0.01, 0.01))
-    monkeypatch.setattr("luthier.training.rollouts.ray_actors.PAUSES", (0.1, 0.1, 1.0))
+    monkeypatch.setattr("luthier.training.ray_actors.PAUSES", (0.1, 0.1, 1.0))
 
 
 def on_ray(**more: Any) -> dict[str, Any]:

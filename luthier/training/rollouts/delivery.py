@@ -52,7 +52,7 @@ from luthier.training.folder import FILES
 from luthier.training.folder.checkpoint import replacing
 from luthier.training.generate import Question
 from luthier.training.processes import summed_over_ranks
-from luthier.training.rollouts.ray_actors import enter, given, start_actors
+from luthier.training.ray_actors import enter, given, start_actors
 from luthier.training.streams import World
 from luthier.writing import counted
 

@@ -1,5 +1,5 @@
 """Actors on a Ray cluster, and those that judge: they find the rewards of answers (functions, servers and reward
-models). Those that draw are in `ray_samplers`.
+models). Those that draw are in `rollouts.delivery`.
 
 Ray starts the actors, and starts one that dies anew. What was asked of it is asked again of another, and drawn or
 judged the same. All nodes must see the model, the media, the files of rewards and the folder of the weights under the
