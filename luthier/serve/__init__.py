@@ -132,7 +132,8 @@ AboveNone = Annotated[int, Meta(ge=1)]
 
 
 class SamplingBody(_Body, frozen=True):
-    """What both kinds of completion may say of how an answer is drawn."""
+    """What both kinds of completion may say of how an answer is drawn. None, as in OpenAI's interface, is a field that
+    is not sent; what switches a setting of the server off is a value (`luthier.serve.asking.OFF`)."""
 
     model: str | None = None
     n: AboveNone | None = None
@@ -141,7 +142,10 @@ class SamplingBody(_Body, frozen=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: UpToOne | None = None
+    num_beams: AboveNone | None = None
+    length_penalty: float | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    no_repeat_ngram_size: Annotated[int, Meta(ge=0)] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None

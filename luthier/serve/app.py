@@ -39,11 +39,12 @@ class ScoreTokens(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AnsweringModel:
-    """A model that answers, by its session."""
+    """A model that answers, by its session. ``stops``: the ids that end its answers, whatever a request says."""
 
     session: Session
     score: ScoreTokens
     settings: GenerateConfig
+    stops: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -280,12 +281,12 @@ class Api:
         return found
 
     def _settings(self, name: str, body: serve.SamplingBody, ids: Ids) -> GenerateConfig:
-        own, context, size = self._answering(name).settings, self.served.context, self.served.tokenizer.vocab_size
+        model, context, size = self._answering(name), self.served.context, self.served.tokenizer.vocab_size
         for number in body.stop_token_ids or ():
-            if number >= size and number not in own.stop_token_ids:
+            if number >= size and number not in model.settings.stop_token_ids:
                 what = f"{number} is an id that the model never gives: the vocabulary has {size:,}"
                 raise serve.RefusedRequest(400, what, code="invalid_value", param="stop_token_ids")
-        return asking.settings_of(body, own, self.limits, prompt=len(ids), context=context)
+        return asking.settings_of(body, model.settings, model.stops, self.limits, prompt=len(ids), context=context)
 
     async def _body(self, request: Request, kind: type[serve.AnyBody]) -> serve.AnyBody:
         request.state.until = asyncio.get_running_loop().time() + self.limits.timeout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Protocol
@@ -23,7 +23,7 @@ from luthier.errors import TemplateError
 from luthier.rendering.replies import ReplyDelta
 from luthier.rendering.replies import joined as deltas_joined
 from luthier.rendering.replies.learning import TEXT
-from luthier.serve import ChatBody, RefusedRequest, SamplingBody, texts_of
+from luthier.serve import ChatBody, CompletionBody, RefusedRequest, SamplingBody, texts_of
 from luthier.serve.gate import Counts
 from luthier.writing import counted
 
@@ -128,37 +128,50 @@ def too_late(seconds: float, *, what: str = "the answer was not finished") -> Re
     return RefusedRequest(504, what, code="timeout", hint="ask for fewer tokens (max_tokens), or raise serve.timeout")
 
 
+# Values that ask for nothing: they switch off what the server's own section says.
+OFF: Mapping[str, tuple[float, ...]] = {
+    "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,), "no_repeat_ngram_size": (0,),
+}  # fmt: skip
+_AS_SENT = ("temperature", "num_beams", "length_penalty", *OFF)
+
+
 def settings_of(
-    body: SamplingBody, own: GenerateConfig, limits: ServeConfig, *, prompt: int, context: int
+    body: SamplingBody,
+    own: GenerateConfig,
+    stops: Collection[int],
+    limits: ServeConfig,
+    *,
+    prompt: int,
+    context: int,
 ) -> GenerateConfig:
-    """How an answer is drawn: as the request says, and where it says nothing as the run's section ``generate`` does.
+    """How an answer is drawn: as the request says, and where it says nothing as the section ``generate`` (``own``)
+    does. Each field that is sent takes the place of what the section says; of stop tokens the model's own ``stops``
+    stay. An engine (`CompletionBody.draw`) says all that there is to say, so nothing of the section counts for it.
 
     ``prompt`` is its length in tokens, ``context`` the most that prompt and answer may have. Raises `RefusedRequest`.
     """
+    if isinstance(body, CompletionBody) and body.draw is not None:
+        own, stops = GenerateConfig(), ()
     asked = longest_of(body, limits)
-    check_room(prompt, context, 1 if asked is None else asked)
-    room = context - prompt
-    is_cold = body.temperature is not None and body.temperature < choices.COLDEST
-    given = {
-        "temperature": None if is_cold else body.temperature,
-        "top_p": body.top_p,
-        "top_k": None if body.top_k in (0, -1) else body.top_k,
-        "min_p": body.min_p,
-        "repetition_penalty": body.repetition_penalty,
-    }
-    changed: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    room = context if asked is not None or own.max_length is None else min(context, own.max_length)
+    check_room(prompt, room, 1 if asked is None else asked)
     longest = min(own.max_new_tokens, limits.max_tokens) if asked is None else asked
-    changed["max_new_tokens"] = max(1, min(longest, room))
+    sent = {name: value for name in _AS_SENT if (value := getattr(body, name)) is not None}
+    changed: dict[str, object] = {
+        **{name: None if value in OFF.get(name, ()) else value for name, value in sent.items()},
+        "max_new_tokens": max(1, min(longest, room - prompt)),
+        "max_length": None,  # the room is counted above
+        "seed": secrets.randbits(31) if body.seed is None else body.seed,
+    }
     if body.stop is not None:
-        changed["stop_strings"] = [*own.stop_strings, *texts_of(body.stop)]
-    if body.stop_token_ids:
-        changed["stop_token_ids"] = [*own.stop_token_ids, *body.stop_token_ids]
+        changed["stop_strings"] = texts_of(body.stop)
+    if body.stop_token_ids is not None:
+        changed["stop_token_ids"] = [*stops, *body.stop_token_ids]
     if body.temperature is not None:
-        changed["do_sample"] = not is_cold
-    elif {"top_p", "top_k", "min_p"} & changed.keys():
+        is_cold = body.temperature < choices.COLDEST
+        changed |= {"do_sample": not is_cold, "temperature": own.temperature if is_cold else body.temperature}
+    elif any(changed.get(name) is not None for name in ("top_p", "top_k", "min_p")):
         changed["do_sample"] = True
-    changed["seed"] = secrets.randbits(31) if body.seed is None else body.seed
-    changed["max_length"] = None  # the room is counted above
     try:
         settings = GenerateConfig(**{**own.model_dump(), **changed})
     except ValidationError as error:
@@ -196,7 +209,7 @@ def check_fewest(prompt: int, context: int, answer: int = 0, *, has: str = "has 
             f"the prompt {has} {counted(prompt, 'token')} and the answer may have {answer:,}, the context has "
             f"{context:,}"
         )
-        hint = "serve.max_context is the limit, where the model's own is not lower"
+        hint = "serve.max_context or the model's own is the limit, and generate.max_length without max_tokens"
         raise RefusedRequest(400, what, code="context_length_exceeded", param="messages", hint=hint)
 
 
@@ -208,9 +221,16 @@ def _check_samples(body: SamplingBody, settings: GenerateConfig, limits: ServeCo
     if count > 1 and not settings.do_sample:
         what = f"{counted(count, 'answer is', 'answers are')} all the same while the likeliest token is taken"
         raise RefusedRequest(400, what, code="invalid_value", param="n", hint="give a temperature above 0")
+    if (body.num_beams or 1) > limits.max_samples:
+        what = f"num_beams is {body.num_beams}, the limit is {limits.max_samples}"
+        raise RefusedRequest(400, what, code="invalid_value", param="num_beams", hint="serve.max_samples is the limit")
     if settings.num_beams > 1 and (body.stream or count > 1):
         raise RefusedRequest(
-            400, "a search with beams gives one answer, at its end", code="not_supported", param="stream"
+            400,
+            "a search with beams gives one answer, at its end",
+            code="not_supported",
+            param="stream",
+            hint="num_beams: 1 turns it off",
         )
 
 

@@ -68,7 +68,7 @@ class Gate:
         """``close`` is for whoever runs the application, when it is over."""
         self.app, self.limits, self.counts, self.close = app, limits, counts, close
         self._hosts = {*LOOPBACK_NAMES, *(host.lower() for host in limits.hosts)}
-        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._expected = None if token is None else token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -117,7 +117,8 @@ class Gate:
         if self._expected is None or scope["path"] in OPEN_PATHS:
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1 or not hmac.compare_digest(given[0], self._expected):
+        scheme, _, told = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(told.lstrip(b" "), self._expected):  # RFC 7235, 2.1
             headers = {"WWW-Authenticate": "Bearer"}
             hint = "send the header Authorization: Bearer TOKEN; the server printed its token, or --token-env names it"
             raise RefusedRequest(401, "no token, or a wrong one", code="invalid_api_key", hint=hint, headers=headers)

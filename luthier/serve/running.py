@@ -78,7 +78,7 @@ def serve(
     with listening(options) as taken:
         opened = open_run(Path(run).expanduser(), [*overrides, *NOTHING_OUTSIDE], rewards=True)
         limits, tokenizer = opened.config.serve, opened.encoder.tokenizer
-        others = _others(opened, options.adapters)
+        others = _others(opened, options.adapters, overrides)
         if options.accept_weights is not None and (others or opened.gives_rewards):
             what = "--accept-weights is for a server of one model that answers"
             raise UserError(what, hint="start a server of its own for the others")
@@ -227,11 +227,14 @@ def url_of(taken: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _others(opened: TrainedRun, adapters: Mapping[str, str | Path]) -> dict[str, TrainedRun]:
-    """Runs with adapters on the same base, shown the same prompts. Raises `UserError` for others."""
+def _others(
+    opened: TrainedRun, adapters: Mapping[str, str | Path], overrides: Sequence[str]
+) -> dict[str, TrainedRun]:
+    """Runs with adapters on the same base, shown the same prompts; ``overrides`` hold for all that is served. Raises
+    `UserError` for others."""
     found = {}
     for name, folder in adapters.items():
-        other = open_run(Path(folder).expanduser(), NOTHING_OUTSIDE)
+        other = open_run(Path(folder).expanduser(), [*overrides, *NOTHING_OUTSIDE])
         apart = {
             "model": other.config.model == opened.config.model,
             "adapter.merge_first": other.config.adapter.merge_first == opened.config.adapter.merge_first,
@@ -253,7 +256,7 @@ def _answering(
 ) -> dict[str, AnsweringModel]:
     """The run and the others by their names, which take turns with one model."""
     if not others:
-        return {name: AnsweringModel(session=engine.session(), score=engine.scored, settings=opened.settings)}
+        return {name: _model_of(opened, engine)}
     if name in others:
         raise UserError(f"--adapter {name}: this is the name of the run itself", hint="choose another, or --name")
     own = NO_ADAPTER if opened.adapter is None else "default"
@@ -264,10 +267,11 @@ def _answering(
         chosen[other] = (f"adapter_{number}", run)
     engine = opened.engine_of(replace(found, model=model.eval()), BATCH_SIZE)
     views = {called: (engine.under(adapter), run) for called, (adapter, run) in chosen.items()}
-    return {
-        called: AnsweringModel(session=view.session(), score=view.scored, settings=run.settings)
-        for called, (view, run) in views.items()
-    }
+    return {called: _model_of(run, view) for called, (view, run) in views.items()}
+
+
+def _model_of(run: TrainedRun, engine: LocalEngine) -> AnsweringModel:
+    return AnsweringModel(session=engine.session(), score=engine.scored, settings=run.settings, stops=run.stops)
 
 
 def _warm(prompts: Histories) -> None:

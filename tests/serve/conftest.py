@@ -7,9 +7,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -114,13 +115,15 @@ def running(
     context: int = 2048,
     score: Any = None,
     taker: WeightsTaker | None = None,
+    generate: Mapping[str, Any] | None = None,
     **limits: Any,
 ) -> Iterator[Running]:
     told = ServeConfig(**limits)
     model: Any = session
     if not isinstance(session, RewardEngine):
-        settings = GenerateConfig(seed=1, stop_token_ids=list(encoder.tokenizer.stop_token_ids))
-        model = AnsweringModel(session=session, score=score, settings=settings)
+        stops, section = frozenset(encoder.tokenizer.stop_token_ids), GenerateConfig(seed=1, **(generate or {}))
+        settings = section.model_copy(update={"stop_token_ids": [*section.stop_token_ids, *stops]})
+        model = AnsweringModel(session=session, score=score, settings=settings, stops=stops)
     served = Served(
         prompts=Histories(encoder, told),
         models={"tiny": model},
@@ -148,7 +151,9 @@ def running(
                 session.close()
 
 
-def asked_of(run: str | Path, options: ServeOptions, ask: Callable[[httpx.Client], Any]) -> Any:
+def asked_of(
+    run: str | Path, options: ServeOptions, ask: Callable[[httpx.Client], Any], overrides: Sequence[str] = ()
+) -> Any:
     """What ``ask`` gives, asking the server that the command would run, which a signal ends then."""
     told: list[Any] = []
 
@@ -166,7 +171,8 @@ def asked_of(run: str | Path, options: ServeOptions, ask: Callable[[httpx.Client
     before = signal.signal(signal.SIGTERM, end)
     try:
         with pytest.raises(Terminated):
-            serve(run, options, on_ready=lambda ready: threading.Thread(target=ask_and_end, args=(ready,)).start())
+            ask_then = partial(threading.Thread, target=ask_and_end)
+            serve(run, options, overrides=overrides, on_ready=lambda ready: ask_then(args=(ready,)).start())
     finally:
         signal.signal(signal.SIGTERM, before)
     return told[0]

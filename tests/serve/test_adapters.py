@@ -88,6 +88,17 @@ def test_each_adapter_answers_by_its_name_as_it_does_alone(runs: dict[str, Path]
     assert len({str(answers) for answers in told.values()}) == len(names), "they differ"
 
 
+def test_what_the_line_says_holds_for_all_that_is_served(runs: dict[str, Path]) -> None:
+    options = ServeOptions(port=0, name="a", adapters={"b": runs["seed2"]})
+    line = ["generate.max_new_tokens=2", "template.kwargs.enable_thinking=false"]
+
+    def ask(http: httpx.Client) -> list[int]:
+        told = [http.post("/v1/chat/completions", json={"messages": ASK, "model": name}).json() for name in ("a", "b")]
+        return [one["usage"]["completion_tokens"] for one in told]
+
+    assert asked_of(runs["seed1"], options, ask, line) == [2, 2]
+
+
 def test_a_run_that_is_shown_other_prompts_is_not_served_beside(runs: dict[str, Path]) -> None:
     with pytest.raises(UserError, match="template"):
         serve(runs["seed1"], ServeOptions(port=0, adapters={"x": runs["other"]}))

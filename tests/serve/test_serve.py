@@ -14,9 +14,12 @@ from itertools import cycle
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
+import luthier
+from luthier.config.schema import GenerateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines import Request
@@ -98,6 +101,79 @@ def test_settings_of_a_request_win_over_those_of_the_run(server: Running) -> Non
     assert (settings.do_sample, settings.max_new_tokens) == (False, 256)
 
 
+WARM = {
+    "do_sample": True, "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "num_beams": 4,
+    "length_penalty": 2.0, "repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "stop_strings": ["own"],
+    "stop_token_ids": [9], "max_new_tokens": 3, "max_length": 1000,
+}  # fmt: skip
+SWITCHED_OFF: list[tuple[dict[str, Any], str, Any]] = [
+    ({"temperature": 0}, "do_sample", False),
+    ({"temperature": 1}, "temperature", 1),
+    ({"top_p": 1}, "top_p", None),
+    ({"top_k": -1}, "top_k", None),
+    ({"top_k": 0}, "top_k", None),
+    ({"min_p": 0}, "min_p", None),
+    ({"num_beams": 1}, "num_beams", 1),
+    ({"length_penalty": 0}, "length_penalty", 0),
+    ({"repetition_penalty": 1}, "repetition_penalty", None),
+    ({"no_repeat_ngram_size": 0}, "no_repeat_ngram_size", None),
+    ({"stop": []}, "stop_strings", []),
+    ({"stop": "mine"}, "stop_strings", ["mine"]),
+    ({"max_tokens": 7}, "max_new_tokens", 7),
+]
+
+
+def test_a_field_that_is_sent_takes_the_place_of_the_sections_and_others_leave_it(encoder: Encoder) -> None:
+    """Of stop tokens those of the model stay, as answers would not end without them."""
+    stops = {*encoder.tokenizer.stop_token_ids}
+    assert {*WARM, "seed"} == GenerateConfig.model_fields.keys(), "each key is looked at here"
+    session = Scripted(lambda request: [5])
+    with running(encoder, session, generate=WARM) as server:
+        for body, name, value in SWITCHED_OFF:
+            server.chat(**{"stop": None, "top_p": None, "top_k": None, **body})  # null is as good as nothing
+            found = session.asked[-1].settings.model_dump()
+            assert found[name] == value, name
+            rest = {key: one for key, one in WARM.items() if key not in (name, "max_length", "stop_token_ids")}
+            assert {key: found[key] for key in rest} == rest, name
+        server.chat(stop_token_ids=[])
+        assert {*session.asked[-1].settings.stop_token_ids} == stops
+        server.chat(stop_token_ids=[7])
+        assert {*session.asked[-1].settings.stop_token_ids} == {7, *stops}
+
+
+def test_an_engine_takes_nothing_from_the_section_of_the_server(encoder: Encoder) -> None:
+    session = Scripted(lambda request: [5])
+    with running(encoder, session, generate=WARM) as server:
+        engine = luthier.HttpEngine(server.url, encoder.tokenizer, token=TOKEN)
+        for how in ({}, {"do_sample": True, "temperature": 1.0}, {"do_sample": True, "temperature": 2.0, "top_k": 3}):
+            asked = GenerateConfig(max_new_tokens=4, seed=3, stop_token_ids=[7], **how)
+            list(engine.generate([Request(prompt=np.array([5, 6]), settings=asked, key=0)]))
+            found = session.asked[-1].settings
+            assert {*found.stop_token_ids} == {7, *encoder.tokenizer.stop_token_ids}
+            assert found.model_copy(update={"stop_token_ids": [7]}) == asked
+
+
+def test_what_asks_for_nothing_draws_nothing(server: Running) -> None:
+    for neutral in ({"top_p": 1}, {"min_p": 0}, {"top_k": -1}, {"top_k": 0}, {"top_p": 1, "repetition_penalty": 1}):
+        server.chat(**neutral)
+        assert not server.session.asked[-1].settings.do_sample, neutral
+    for narrow in ({"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 40}, {"temperature": 1}):
+        server.chat(**narrow)
+        assert server.session.asked[-1].settings.do_sample, narrow
+        server.chat(**{**narrow, "temperature": 0})
+        assert not server.session.asked[-1].settings.do_sample, narrow
+
+
+def test_the_longest_prompt_and_answer_of_the_section_bounds_what_asks_for_no_length(encoder: Encoder) -> None:
+    session = Scripted(lambda request: [5])
+    with running(encoder, session, generate={"max_length": 30}) as server:
+        server.chat()
+        assert len(session.asked[-1].prompt) + session.asked[-1].settings.max_new_tokens == 30
+        long = [{"role": "user", "content": "seven " * 40}]
+        assert server.chat(messages=long).json()["error"]["code"] == "context_length_exceeded"
+        assert server.chat(messages=long, max_tokens=4).status_code == 200
+
+
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"response_format": {"type": "json_object"}}, 400, "response_format"),
     ({"tool_choice": "required"}, 400, "tool_choice"),
@@ -116,6 +192,8 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"temperature": -1}, 400, "temperature"),
     ({"temperature": "warm"}, 400, "temperature"),
     ({"top_p": 0}, 400, "top_p"),
+    ({"num_beams": 17}, 400, "num_beams"),
+    ({"num_beams": 2, "n": 2, "temperature": 1}, 400, "stream"),
     ({"repetition_penalty": 1e-300}, 400, "repetition_penalty"),
     ({"repetition_penalty": 1e300}, 400, "repetition_penalty"),
     ({"top_logprobs": 3}, 400, "top_logprobs"),
@@ -212,6 +290,12 @@ def test_there_are_no_other_routes(server: Running, route: str) -> None:
     assert answer.json()["error"]["code"] == "no_such_route"
 
 
+def test_the_name_of_the_scheme_may_be_written_in_any_case(server: Running) -> None:
+    for scheme in ("bearer", "BEARER", "Bearer "):
+        answer = server.http.get("/v1/models", headers={"Authorization": f"{scheme} {TOKEN}"})
+        assert answer.status_code == 200, scheme
+
+
 def test_who_has_no_token_gets_nothing(server: Running) -> None:
     with httpx.Client(base_url=server.url) as stranger:
         assert stranger.get("/health").json() == {"status": "ok"}
@@ -220,6 +304,8 @@ def test_who_has_no_token_gets_nothing(server: Running) -> None:
             {"Authorization": "Bearer x"},
             {"Authorization": TOKEN},
             {"Authorization": f"bearer {TOKEN}x"},
+            {"Authorization": f"bearer{TOKEN}"},
+            {"Authorization": f"basic {TOKEN}"},
         ):
             for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("GET", "/nothing")):
                 answer = stranger.request(method, path, headers=header)
