@@ -23,6 +23,7 @@ from rich.text import Text
 from luthier import __version__
 from luthier.cli import (
     STDOUT,
+    PairedCommand,
     as_mistake,
     chat,
     comparison,
@@ -44,7 +45,7 @@ for _name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions
 
 # When Python looks for cycles: while torch is imported it would do so every few milliseconds, which takes a second.
 SELDOM = (10_000, 20, 20)
-EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPT, EXIT_TERMINATED = 0, 1, 2, 130, 143
+EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPT, EXIT_UNREAD, EXIT_TERMINATED = 0, 1, 2, 130, 141, 143
 
 app = typer.Typer(
     name="luthier",
@@ -58,7 +59,7 @@ app = typer.Typer(
            luthier plan run.yaml   [dim]what it costs: packs, steps, padding[/]
 [bold]Train[/]      luthier train run.yaml
 
-[bold]Exit code[/]  0 done · 1 a bug · 2 yours to fix · 3 the answer is no · 130 Ctrl-C · 143 terminated""",
+[bold]Exit code[/]  0 done · 1 a bug · 2 yours to fix · 3 the answer is no · 130 Ctrl-C · 141 no reader · 143 terminated""",
 )
 
 
@@ -80,15 +81,15 @@ def luthier(
 app.command("train", rich_help_panel="Run")(configuring.train)
 app.command("quickstart", rich_help_panel="Run")(configuring.quickstart)
 app.command("prepare", rich_help_panel="Run")(inspection.prepare)
-app.command("chat", rich_help_panel="Run")(chat.chat)
-app.command("predict", rich_help_panel="Run")(prediction.predict)
+app.command("chat", cls=PairedCommand, rich_help_panel="Run")(chat.chat)
+app.command("predict", cls=PairedCommand, rich_help_panel="Run")(prediction.predict)
 app.command("eval", rich_help_panel="Run")(prediction.evaluate)
 app.command("compare", rich_help_panel="Run")(comparison.compare)
-app.command("serve", rich_help_panel="Run")(prediction.serve)
+app.command("serve", cls=PairedCommand, rich_help_panel="Run")(prediction.serve)
 app.command("rollouts", rich_help_panel="Run")(inspection.rollouts)
-app.command("export", rich_help_panel="Run")(exporting.export)
-app.command("show", rich_help_panel="Look before you train")(inspection.show)
-app.command("verify", rich_help_panel="Look before you train")(inspection.verify)
+app.command("export", cls=PairedCommand, rich_help_panel="Run")(exporting.export)
+app.command("show", cls=PairedCommand, rich_help_panel="Look before you train")(inspection.show)
+app.command("verify", cls=PairedCommand, rich_help_panel="Look before you train")(inspection.verify)
 app.command("diff", rich_help_panel="Look before you train")(comparison.diff)
 app.command("plan", rich_help_panel="Look before you train")(inspection.plan)
 app.command("stats", rich_help_panel="Look before you train")(inspection.stats)
@@ -102,6 +103,10 @@ class Terminated(BaseException):
     """SIGTERM, as an exception: locks are released and worker processes ended on the way out."""
 
 
+class ReaderGone(BaseException):
+    """Whoever reads standard output has enough of it: ``luthier --help | head``. Nothing is told of it."""
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and leave the process; `docs/errors.md` says what each exit code means."""
     gc.set_threshold(*SELDOM)
@@ -112,6 +117,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         code = run(arguments)
         sys.stdout.flush()
+    except ReaderGone:
+        code = EXIT_UNREAD
     except (OSError, UserError):  # stderr cannot be written to, or what was left for stdout cannot
         code = EXIT_USER
         _point_at_nothing(1)
@@ -131,6 +138,8 @@ def run(arguments: list[str] | None = None) -> int:
     except Terminated:
         stderr_terminal().print("terminated", style="yellow")
         return EXIT_TERMINATED
+    except ReaderGone:
+        return EXIT_UNREAD
     except Exception as raised:  # noqa: BLE001 - the process edge: whatever is left is our bug
         error = as_mistake(raised)
         if isinstance(error, (UserError, RowError)):
@@ -147,7 +156,7 @@ def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class _Guarded(io.TextIOWrapper):
-    """Standard output, whose failures (a full disk, a pipe that was closed) are mistakes that a user can fix."""
+    """Standard output, whose failures (a full disk) are mistakes that a user can fix; a pipe that was closed is none."""
 
     def write(self, text: str) -> int:
         try:
@@ -173,10 +182,11 @@ def _guarded(stream: TextIO) -> TextIO:
     return _Guarded(stream.detach(), encoding=stream.encoding, errors="backslashreplace", line_buffering=is_terminal)
 
 
-def _unwritable(error: OSError) -> UserError:
+def _unwritable(error: OSError) -> UserError | ReaderGone:
     _point_at_nothing(1)  # or the interpreter would fail once more when it leaves
-    hint = "make room there, or keep the other end of the pipe open until all is written"
-    return UserError(f"standard output cannot be written to: {error.strerror or error}", hint=hint)
+    if isinstance(error, BrokenPipeError):
+        return ReaderGone()
+    return UserError(f"standard output cannot be written to: {error.strerror or error}", hint="make room there")
 
 
 def _point_at_nothing(descriptor: int) -> None:

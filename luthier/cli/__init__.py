@@ -13,16 +13,17 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
+from typer.core import TyperCommand
 
 from luthier.errors import ConfigError, UserError, install_hint
 from luthier.ledger import SAME_AS_HELD_OUT
@@ -133,6 +134,61 @@ def error_as_json(error: BaseException) -> dict[str, object]:
             for problem in error.problems
         ]
     return told
+
+
+# ---- Which options go together: one that would be taken and not followed is refused, before anything is loaded.
+
+# Options that say nothing without another.
+NEEDS: Mapping[str, Mapping[str, str]] = {
+    "chat": {"--model": "--engine"},
+    "predict": {"--model": "--engine"},
+    "verify": {"--golden": "--against", "--token-env": "--against"},
+}
+# Options, or values of them, beside which others are not followed; None: all but --json.
+EXCLUDES: Mapping[str, Mapping[str, tuple[str, ...] | None]] = {
+    "export": {
+        "--check": None,
+        "--no-proof": ("--push",),
+        "--format gguf": ("--quantize", "--max-shard"),
+        "--format hf": ("--outtype", "--llama-cpp", "--modelfile"),
+    },
+    "serve": {"--accept-weights": ("--adapter",)},
+    "show": {"--rollouts": ("--pack", "--batch", "--split")},
+    "verify": {"--golden": ("--sample", "--split", "--stored", "--max-failures")},
+}
+
+
+class PairedCommand(TyperCommand):
+    """A command with options that need or exclude each other."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Raises `UserError` for options that do not go together."""
+        with reporting(ctx.params.get("json")):
+            _check_pairs(str(self.name), _given(ctx))
+        return super().invoke(ctx)
+
+
+def _given(context: Any) -> list[str]:
+    """What stands on the line, also with its value: ``["--format", "--format gguf", "--no-proof"]``."""
+    found = []
+    for option in context.command.params:
+        if option.param_type_name == "option" and context.get_parameter_source(option.name).name != "DEFAULT":
+            value = context.params[option.name]
+            flag = (option.secondary_opts if value is False else option.opts)[0]
+            found += [flag] if isinstance(value, bool) else [flag, f"{flag} {value}"]
+    return found
+
+
+def _check_pairs(command: str, given: Sequence[str]) -> None:
+    for option, needed in NEEDS.get(command, {}).items():
+        if option in given and needed not in given:
+            raise UserError(f"{option} says nothing without {needed}", hint=f"add {needed}, or leave {option} away")
+    for option, excluded in EXCLUDES.get(command, {}).items():
+        others = [flag for flag in given if " " not in flag and flag not in (option, "--json")]
+        wrong = [flag for flag in others if excluded is None or flag in excluded]
+        if option in given and wrong:
+            told = ", ".join(wrong)
+            raise UserError(f"{told}: not followed beside {option}", hint=f"leave {told} away, or {option}")
 
 
 # ---- What commands share: their arguments, and the printing of what a run says before it trains.

@@ -136,7 +136,7 @@ def _typed(prompt: str) -> Iterator[str]:
             return
 
 
-def _piped(prompt: str) -> Iterator[str]:
+def _piped(_prompt: str) -> Iterator[str]:
     for line in sys.stdin:
         yield line.rstrip("\r\n")
 

@@ -122,7 +122,7 @@ def export(  # noqa: PLR0913
     [dim]Example[/]   luthier export --check exported
     """
     with reporting(json) as output:
-        trusted = _check_arguments(run, overrides, check, to)
+        trusted = _check_arguments(run, overrides, check)
         from luthier.export.model_folder import ExportOptions, check_export, export_run
 
         if check is not None:
@@ -142,6 +142,7 @@ def export(  # noqa: PLR0913
                     format=format_,
                     outtype=outtype,
                     llama_cpp=llama_cpp,
+                    modelfile="true" if modelfile else None,
                     push=push,
                 ),
             ]
@@ -164,16 +165,16 @@ def export(  # noqa: PLR0913
         raise typer.Exit(EXIT_UNTRUE)
 
 
-def _check_arguments(run: str | None, overrides: list[str] | None, check: str | None, to: str | None) -> bool:
+def _check_arguments(run: str | None, overrides: list[str] | None, check: str | None) -> bool:
     """Whether the code of a folder that is checked is trusted. What does not go together is told before torch is
     loaded."""
     trusted = False
     if check is not None:
         keys = [each for each in (run, *(overrides or ())) if each is not None]
         trusted = keys == [TRUSTED]
-        if to is not None or (keys and not trusted):
+        if keys and not trusted:
             what = f"--check compares an existing folder and exports nothing; it takes no key but {TRUSTED}"
-            raise UserError(what, hint=f"remove {' '.join([*keys, *(() if to is None else ('--to',))])}")
+            raise UserError(what, hint=f"remove {' '.join(keys)}")
         run = None
     if check is None and run is None:
         hint = "name the output.dir of a run that luthier train has finished, or add --check DIR"

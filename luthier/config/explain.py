@@ -136,6 +136,8 @@ def _of(path: KeyPath) -> str:
 def _unfit(location: KeyPath, tree: Node, reason: str | None) -> Explained:
     node, path = find(tree, location)
     schema = schema_at(path) or {}
+    if reason and isinstance(node, MappingNode) and "properties" in schema:  # keys of a section that do not go together
+        return Explained(problem=Problem(where=str(node.where), key=show_path(path), what=reason, hint=None), path=path)
     what = f"{show_value(node)} {reason}" if reason else f"expected {expected(schema)}, got {show_value(node)}"
     hint = _way_out(node, schema, path)
     return Explained(problem=Problem(where=str(node.where), key=show_path(path), what=what, hint=hint), path=path)

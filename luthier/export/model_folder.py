@@ -109,6 +109,8 @@ def export_run(
     options, tell = options or ExportOptions(), on_progress or _silent
     opened = open_run(Path(run).expanduser(), overrides)
     settings, folder = opened.config.export, _target(options, opened)
+    if options.data is not None and not options.proof and settings.quantize not in NEED_DATA:
+        raise UserError("rows are named for a proof that is not made", hint="leave --data away, or --no-proof")
     converter = _ready(settings, proves=options.proof)
     opened, notes = _with_adapter(opened)
     tell("loading the trained model")

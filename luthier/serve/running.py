@@ -227,9 +227,7 @@ def url_of(taken: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _others(
-    opened: TrainedRun, adapters: Mapping[str, str | Path], overrides: Sequence[str]
-) -> dict[str, TrainedRun]:
+def _others(opened: TrainedRun, adapters: Mapping[str, str | Path], overrides: Sequence[str]) -> dict[str, TrainedRun]:
     """Runs with adapters on the same base, shown the same prompts; ``overrides`` hold for all that is served. Raises
     `UserError` for others."""
     found = {}
