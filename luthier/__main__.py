@@ -59,7 +59,7 @@ app = typer.Typer(
            luthier plan run.yaml   [dim]what it costs: packs, steps, padding[/]
 [bold]Train[/]      luthier train run.yaml
 
-[bold]Exit code[/]  0 done · 1 a bug · 2 yours to fix · 3 the answer is no · 130 Ctrl-C · 141 no reader · 143 terminated""",
+[bold]Exit code[/]  0 done · 1 a bug · 2 yours to fix · 3 the answer is no · 130 Ctrl-C · 143 terminated""",
 )
 
 
@@ -156,7 +156,7 @@ def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class _Guarded(io.TextIOWrapper):
-    """Standard output, whose failures (a full disk) are mistakes that a user can fix; a pipe that was closed is none."""
+    """Standard output, whose failures (a full disk) are mistakes of the user; a pipe that was closed is none."""
 
     def write(self, text: str) -> int:
         try:

@@ -13,7 +13,6 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from jinja2 import nodes
-from jinja2.meta import find_undeclared_variables
 
 from luthier.errors import LuthierError, RowError, TemplateError
 from luthier.records import Audio, Image, Media, Message, Text, Video
@@ -31,7 +30,7 @@ from luthier.rendering.substitution import Given, OtherWords
 from luthier.rendering.text_references import Alphabet, common_length, filled_in, is_reference, references_in
 from luthier.rendering.trace import Guard, GuardCheck, Owner, Trace, compile_guards, expression_at, owner_runs
 from luthier.rendering.tracked import LostProvenance, Tracked, refuse
-from luthier.templating import OverLimit, TemplateSettings
+from luthier.templating import OverLimit, TemplateSettings, variables_of
 from luthier.templating.sandbox import TEMPLATE_ERRORS, plain_environment
 from luthier.writing import counted
 
@@ -176,7 +175,7 @@ class ChatTemplate:
     @functools.cached_property
     def variables(self) -> frozenset[str]:
         """The variables that the template reads and does not set itself."""
-        return frozenset(find_undeclared_variables(self._tree))
+        return variables_of(self._tree)
 
     @property
     def clock_note(self) -> str | None:

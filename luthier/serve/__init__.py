@@ -50,9 +50,10 @@ _KINDS = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_er
 
 
 def of_row(error: RowError) -> RefusedRequest:
-    """What a client is told of messages that training would refuse, too."""
+    """What a client is told of messages that training would refuse, too; what was a row there is the request here."""
     status = 413 if error.reason == "media_limit" else 400
-    return RefusedRequest(status, error.detail or error.reason, code=error.reason, param=error.field)
+    detail = re.sub(r"\b(?:the|this) row\b", "the request", error.detail)
+    return RefusedRequest(status, detail or error.reason, code=error.reason, param=error.field)
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +27,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 
 MAX_ITEMS = 1_000_000  # of one list
@@ -314,3 +315,49 @@ def announce(hook: str, names: list[str], line: int) -> nodes.ExprStmt:
     loaded: list[nodes.Expr] = [nodes.Name(name, "load") for name in names]
     call = nodes.Call(nodes.EnvironmentAttribute(hook), loaded, [], None, None)
     return nodes.ExprStmt(call, lineno=line)
+
+
+def variables_of(tree: nodes.Template) -> frozenset[str]:
+    """The variables that a template reads of what it is given. Jinja's own list also has names that are set in one
+    branch only; such a name is a variable if it is read where it may not be set yet.
+
+    {% if a %}{% set b = 1 %}{{ b }}{% endif %}{{ c }} -> {"a", "c"}
+    """
+    return frozenset(find_undeclared_variables(tree) & _read_unset(tree, set()))
+
+
+def _read_unset(node: nodes.Node, known: set[str]) -> set[str]:
+    """The names that a node reads and that need not be ``known``; those that it sets in any case become so."""
+    match node:
+        case nodes.Name():
+            if node.ctx == "load":
+                return {node.name} - known
+            known.add(node.name)
+            return set()
+        case nodes.Assign():
+            return _read_unset(node.node, known) | _read_unset(node.target, known)
+        case nodes.If():
+            found = _all_unset([node.test, *(one.test for one in node.elif_)], known)
+            ends = [set(known) for _ in range(2 + len(node.elif_))]
+            for branch, end in zip((node.body, *(one.body for one in node.elif_), node.else_), ends, strict=True):
+                found |= _all_unset(branch, end)
+            known |= set.intersection(*ends)
+            return found
+        case nodes.For():
+            found, inside = _read_unset(node.iter, known), set(known)
+            children = (node.target, *([] if node.test is None else [node.test]), *node.body)
+            return found | _all_unset(children, inside | {"loop"}) | _all_unset(node.else_, set(known))
+        case nodes.With():
+            return _all_unset(node.values, known) | _all_unset([*node.targets, *node.body], set(known))
+        case nodes.AssignBlock():
+            return _all_unset(node.body, set(known)) | _read_unset(node.target, known)
+        case nodes.Macro() | nodes.CallBlock() | nodes.FilterBlock():
+            found = _all_unset(node.iter_child_nodes(), set(known))
+            known |= {node.name} if isinstance(node, nodes.Macro) else set()
+            return found
+        case _:
+            return _all_unset(node.iter_child_nodes(), known)
+
+
+def _all_unset(several: Iterable[nodes.Node], known: set[str]) -> set[str]:
+    return {name for node in several for name in _read_unset(node, known)}

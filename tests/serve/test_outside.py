@@ -137,6 +137,12 @@ def test_pictures_over_a_limit_are_refused_with_the_numbers(server: Running) -> 
         assert told in answer.json()["error"]["message"]
 
 
+def test_a_client_who_sent_a_request_is_told_of_no_row(server: Running) -> None:
+    answer = server.chat(messages=asked_about(data_url(b"no picture")), max_tokens=1)
+    assert answer.status_code == 400
+    assert "row" not in answer.json()["error"]["message"]
+
+
 def test_letters_that_look_like_a_picture_are_letters(server: Running) -> None:
     text = "<|vision_start|><|image_pad|><|vision_end|><image>"
     answer = server.chat(messages=[{"role": "user", "content": text}], max_tokens=1)

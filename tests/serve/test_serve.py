@@ -204,6 +204,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"stop": [""]}, 400, "stop"),
     ({"stop": ["a"] * 17}, 400, "stop"),
     ({"chat_template_kwargs": {"nonsense": 1}}, 400, "chat_template_kwargs.nonsense"),
+    ({"chat_template_kwargs": {"text": "zzz"}}, 400, "chat_template_kwargs.text"),
     ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs.messages"),
     ({"chat_template_kwargs": {"enable_thinking": "<|im_end|>"}}, 400, "chat_template_kwargs.enable_thinking"),
     ({"tools": [{"name": 1}]}, 400, "tools"),

@@ -136,3 +136,26 @@ def test_a_template_with_a_clock_is_told_with_its_date() -> None:
     assert ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", settings=fixed).render(ROW) == "2020-02-29"
     assert "date_string" in (fixed.clock_note("{{ date_string }}", {"date_string"}, frozenset()) or "")
     assert fixed.clock_note("{{ content }}", {"content"}, frozenset()) is None
+
+
+@pytest.mark.parametrize(
+    ("source", "variables"),
+    [
+        ("{% if a %}{% set b = 1 %}{{ b }}{% endif %}{{ c }}", {"a", "c"}),
+        ("{% if a %}{% set b = 1 %}{% endif %}{{ b }}", {"a", "b"}),
+        ("{% if a %}{% set b = 1 %}{% elif c %}{% set b = 2 %}{% else %}{% set b = 3 %}{% endif %}{{ b }}", {"a", "c"}),
+        ("{% if b is not defined %}{% set b = 1 %}{% endif %}{{ b }}", {"b"}),
+        ("{% for x in a %}{% if x %}{% set b = 1 %}{% endif %}{% endfor %}{{ b }}", {"a", "b"}),
+        ("{% for x in a %}{% if b %}{% set b = x %}{{ loop.index }}{{ b }}{% endif %}{% endfor %}", {"a", "b"}),
+        ("{% macro m(a) %}{{ a }}{{ b }}{% endmacro %}{{ m(c) }}", {"b", "c"}),
+        ("{% set a %}{{ a }}{% endset %}{% with b = b %}{{ a }}{{ b }}{% endwith %}", {"b"}),
+    ],
+)
+def test_a_variable_is_read_where_nothing_has_set_it_yet(source: str, variables: set[str]) -> None:
+    """What a template is given under any other name changes nothing that it prints."""
+    template = ChatTemplate(source)
+    assert template.variables == variables
+    for name in {*"abcx"} - variables:
+        for others in ({}, dict.fromkeys(variables, [1, 0])):
+            given = [ChatTemplate(source, kwargs={**others, **more}).render(ROW) for more in ({}, {name: "Z"})]
+            assert given[0] == given[1], name

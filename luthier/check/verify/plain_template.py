@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import msgspec
 import tokenizers
 from jinja2 import nodes
-from jinja2.meta import find_undeclared_variables
 
 from luthier.config.inputs import MediaConfig, ModelConfig, TemplateConfig
 from luthier.errors import RowError, TokenizerError
@@ -28,7 +27,7 @@ from luthier.media.processors.processor import PROCESSOR_FILES
 from luthier.presets import tokenizer_folder
 from luthier.presets.named_templates import named_template, stop_tokens
 from luthier.records import Audio, Image, Message, Text, Thinking, ToolCall, Video
-from luthier.templating import TemplateSettings
+from luthier.templating import TemplateSettings, variables_of
 from luthier.templating.sandbox import TEMPLATE_ERRORS, plain_environment
 from luthier.writing import JsonObject
 
@@ -111,7 +110,7 @@ class PlainTemplate:
     @cached_property
     def variables(self) -> frozenset[str]:
         """The variables that the template reads and does not set itself."""
-        return frozenset(find_undeclared_variables(self._tree))
+        return variables_of(self._tree)
 
     @property
     def clock_told(self) -> str:
