@@ -136,10 +136,11 @@ def _of(path: KeyPath) -> str:
 def _unfit(location: KeyPath, tree: Node, reason: str | None) -> Explained:
     node, path = find(tree, location)
     schema = schema_at(path) or {}
-    if reason and isinstance(node, MappingNode) and "properties" in schema:  # keys of a section that do not go together
-        return Explained(problem=Problem(where=str(node.where), key=show_path(path), what=reason, hint=None), path=path)
     what = f"{show_value(node)} {reason}" if reason else f"expected {expected(schema)}, got {show_value(node)}"
     hint = _way_out(node, schema, path)
+    if reason and isinstance(node, MappingNode) and "properties" in schema:  # keys of a section that do not go together
+        what, _, told = reason.partition("; ")
+        hint = told or hint
     return Explained(problem=Problem(where=str(node.where), key=show_path(path), what=what, hint=hint), path=path)
 
 
@@ -162,6 +163,8 @@ def _way_out(node: Node, schema: JsonSchema, path: KeyPath) -> str:
             hint = _for_number(node, schema, path)
         case MappingNode() if "array" in kinds(schema):
             hint = "write a list: [a, b]"
+        case MappingNode() if isinstance(schema.get("default"), dict):  # it has keys, of which some do not go together
+            hint = "see docs/config.md"
         case _:
             pass
     return hint or _for_example(schema, path)

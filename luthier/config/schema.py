@@ -368,8 +368,6 @@ class ExportConfig(Section):
             raise ValueError("modelfile: Ollama reads GGUF files; set format: gguf")
         if self.pre_tokenizer is not None and self.format != "gguf":
             raise ValueError("pre_tokenizer is written into GGUF files alone; set format: gguf")
-        if self.llama_cpp is not None and self.format != "gguf":
-            raise ValueError("llama_cpp: its converter writes GGUF files; set format: gguf")
         return self
 
 

@@ -72,7 +72,9 @@ class Measurer:
             found = (
                 f"the row has {counted(len(filled.media), 'media item')}" if filled.media else "the row has no media"
             )
-            raise RowError("media_count", f"{found}, and this model reads exactly one image in the row", field="messages")
+            raise RowError(
+                "media_count", f"{found}, and this model reads exactly one image in the row", field="messages"
+            )
         if not filled.media:
             return filled
         media = tuple(map(self._filed, filled.media))

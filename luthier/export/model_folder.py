@@ -109,8 +109,7 @@ def export_run(
     options, tell = options or ExportOptions(), on_progress or _silent
     opened = open_run(Path(run).expanduser(), overrides)
     settings, folder = opened.config.export, _target(options, opened)
-    if options.data is not None and not options.proof and settings.quantize not in NEED_DATA:
-        raise UserError("rows are named for a proof that is not made", hint="leave --data away, or --no-proof")
+    _check_followed(settings, options, overrides)
     converter = _ready(settings, proves=options.proof)
     opened, notes = _with_adapter(opened)
     tell("loading the trained model")
@@ -204,6 +203,18 @@ def prove_merged(run: Path) -> str:
         f"{aside.name}",
         hint=f"the adapter in {MODEL_FOLDER}/ is whole; luthier export tells all checks",
     )
+
+
+def _check_followed(settings: ExportConfig, options: ExportOptions, overrides: Sequence[str]) -> None:
+    """Raise `UserError` for what is asked for and would not be followed. A description may hold the place of llama.cpp
+    for later."""
+    if options.data is not None and not options.proof and settings.quantize not in NEED_DATA:
+        raise UserError("rows are named for a proof that is not made", hint="leave --data away, or --no-proof")
+    if settings.format == "hf" and any(given.startswith("export.llama_cpp=") for given in overrides):
+        raise UserError(
+            "export.llama_cpp is asked for, and llama.cpp's converter writes GGUF files only",
+            hint="add --format gguf, or leave --llama-cpp away",
+        )
 
 
 def _ready(settings: ExportConfig, *, proves: bool) -> Path | None:

@@ -267,3 +267,13 @@ def test_a_mistyped_name_is_no_plugins() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config_text(GOOD, "run.yaml", ["objective.loss=cross_entrpy"], check_paths=False)
     assert "did you mean cross_entropy?" in str(caught.value) and "plugin" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["export.llmcompressor=/nope", "export.modelfile=true", "export.public=true"])
+def test_keys_of_a_section_that_do_not_go_together_have_a_way_out_that_names_one_of_them(given: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config_text(GOOD, "run.yaml", [given], check_paths=False)
+    (problem,) = caught.value.problems
+    assert problem.hint is not None
+    assert {word.strip(":") for word in problem.hint.split()} & set(known_keys(("export",)))
+    assert "dir" not in problem.hint.split() and "mapping" not in problem.what

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from luthier.check.golden import GoldenPrompt, Parity
 from luthier.errors import ConfigError, UserError
 from luthier.export.gguf import modelfile
-from luthier.export.model_folder import check_push, push
+from luthier.export.model_folder import ExportOptions, check_push, export_run, push
 from luthier.presets import tokenizer_folder
 from tests.conftest import StubServer, refused
 
@@ -265,3 +265,16 @@ def test_options_that_contradict_are_refused() -> None:
 
     with refused(ConfigError, "export", "gguf"):
         load_config({"model": "preset:tiny-qwen3", "data": {"train": "preset:skills"}, "export": {"modelfile": True}})
+
+
+@pytest.mark.parametrize(
+    ("given", "data", "named"), [([], "rows.jsonl", "--data"), (["export.llama_cpp=/work"], None, "--llama-cpp")]
+)
+def test_what_an_export_would_not_follow_is_refused(
+    given: list[str], data: str | None, named: str, tmp_path: Path
+) -> None:
+    described = tmp_path / "run.yaml"
+    described.write_text("{model: preset:tiny-qwen3, data: {}, train: {enabled: false}}", encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        export_run(described, ExportOptions(to=tmp_path / "x", data=data, proof=False), overrides=given)
+    assert named in str(caught.value.hint)

@@ -156,6 +156,6 @@ def test_a_variable_is_read_where_nothing_has_set_it_yet(source: str, variables:
     template = ChatTemplate(source)
     assert template.variables == variables
     for name in {*"abcx"} - variables:
-        for others in ({}, dict.fromkeys(variables, [1, 0])):
+        for others in ({}, {key: [1, 0] for key in variables}):
             given = [ChatTemplate(source, kwargs={**others, **more}).render(ROW) for more in ({}, {name: "Z"})]
             assert given[0] == given[1], name
