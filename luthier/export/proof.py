@@ -433,10 +433,11 @@ def _merged(model: PreTrainedModel, probes: Sequence[taken_down.ModuleProbe]) ->
             too_small += 1
         elif not abs(slope - 1) <= 0.2 + 4 * error_of_slope:
             faults.append((probe.name, f"{slope:.0%} of what its adapter adds is in its weight"))
-    small = f"; in {too_small} it is too little to be seen" if too_small else ""
+    small = counted(too_small, "module has an adapter", "modules have adapters")
+    small = f"; {small} whose effect is smaller than rounding, so that nothing is proven of it" if too_small else ""
     return check_result(
         ExportCheck.MERGED,
-        f"{counted(len(probes), 'module does', 'modules do')} the same as with adapters{small}",
+        f"{counted(len(probes), 'module was', 'modules were')} compared with what they do under their adapters{small}",
         faults,
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -102,7 +102,7 @@ class FunctionBody(_Body, frozen=True):
 class CallBody(_Body, frozen=True):
     function: FunctionBody
     id: str | None = None
-    type: str = "function"
+    type: Literal["function"] = "function"
     index: int | None = None  # of a streamed call
 
 
@@ -248,6 +248,7 @@ NOT_DONE: Mapping[str, tuple[object, ...]] = {
     "functions": ([],), "function_call": ("none",), "prediction": (), "web_search_options": (), "verbosity": (),
     "service_tier": ("auto", "default"), "store": (False,), "metadata": ({},), "best_of": (1,), "suffix": ("",),
     "refusal": ("",), "annotations": ([],), "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "include_obfuscation": (False,),
 }  # fmt: skip
 _HINTS = {
     "presence_penalty": "repetition_penalty is another thing, which is done",
@@ -272,9 +273,24 @@ def read_body(raw: bytes, kind: type[AnyBody]) -> AnyBody:
     except RecursionError:
         raise RefusedRequest(400, "the body is nested too deep", code="invalid_json") from None
     _refuse_what_is_not_done(body, "")
+    _refuse_what_is_about_others(body)
     for name in ("messages", "conversations"):
         _refuse_in(getattr(body, name, None) or [], name)
     return body
+
+
+def _refuse_what_is_about_others(body: msgspec.Struct) -> None:
+    """Fields that say nothing in this request."""
+    wrong = []
+    if isinstance(body, SamplingBody) and body.stream_options is not None:
+        _refuse_what_is_not_done(body.stream_options, "stream_options.")
+        wrong += [] if body.stream else [("stream_options", "stream: true")]
+    if isinstance(body, TokenizeBody) and body.messages is UNSET:
+        wrong += [(name, "messages") for name in ("tools", "chat_template_kwargs") if getattr(body, name)]
+    if isinstance(body, TokenizeBody) and body.prompt is UNSET and body.add_special_tokens:
+        wrong += [("add_special_tokens", "prompt")]
+    for name, needed in wrong:
+        raise RefusedRequest(400, f"{name} says nothing without {needed}", code="invalid_value", param=name)
 
 
 def _refuse_in(messages: list[Any], place: str) -> None:

@@ -197,6 +197,8 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"repetition_penalty": 1e-300}, 400, "repetition_penalty"),
     ({"repetition_penalty": 1e300}, 400, "repetition_penalty"),
     ({"top_logprobs": 3}, 400, "top_logprobs"),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, 400, "stream_options.include_obfuscation"),
     ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs"),
     ({"stop_token_ids": [1_000_000]}, 400, "stop_token_ids"),
     ({"stop_token_ids": [-1]}, 400, "stop_token_ids"),
@@ -230,6 +232,18 @@ def test_what_is_not_done_is_refused_by_its_name(
     if param:
         assert error["param"] == param
     assert server.chat().status_code == 200, "the next request is answered"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "a", "tools": [{"type": "function"}]}, "tools"),
+        ({"prompt": "a", "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"messages": ASK, "add_special_tokens": True}, "add_special_tokens"),
+    ],
+)
+def test_what_says_nothing_of_what_is_tokenized_is_refused(server: Running, body: dict[str, Any], param: str) -> None:
+    assert server.http.post("/tokenize", json=body).json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
