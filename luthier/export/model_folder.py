@@ -109,8 +109,7 @@ def export_run(
     options, tell = options or ExportOptions(), on_progress or _silent
     opened = open_run(Path(run).expanduser(), overrides)
     settings, folder = opened.config.export, _target(options, opened)
-    _check_followed(settings, options, overrides)
-    converter = _ready(settings, proves=options.proof)
+    converter = _ready(settings, options, overrides)
     opened, notes = _with_adapter(opened)
     tell("loading the trained model")
     engine = _engine_of(opened)
@@ -217,17 +216,19 @@ def _check_followed(settings: ExportConfig, options: ExportOptions, overrides: S
         )
 
 
-def _ready(settings: ExportConfig, *, proves: bool) -> Path | None:
-    """The folder of llama.cpp's converter, where it is needed. Raises `UserError` where a package is missing."""
+def _ready(settings: ExportConfig, options: ExportOptions, overrides: Sequence[str]) -> Path | None:
+    """The folder of llama.cpp's converter, where it is needed. Raises `UserError` where a package is missing, and for
+    what would not be followed."""
+    _check_followed(settings, options, overrides)
     check_quantizer(settings)
     if settings.push is not None:
-        if not proves:
+        if not options.proof:
             raise UserError("a model that is not proven cannot be pushed", hint="remove --no-proof, or --push")
         check_push(settings.push)
     if settings.format == "hf":
         return None
     converter = gguf.converter_folder(settings.llama_cpp)
-    if proves:
+    if options.proof:
         gguf.check_installed()
     return converter
 
