@@ -24,7 +24,7 @@ OfMessage = Callable[[MessageDict, MessageDict], float | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLoss:
-    """The mean cross-entropy of a row's own answers, in nats, over so many targets."""
+    """The mean cross-entropy of a row's own answers, in nats, over so many targets, each of which counts once."""
 
     row: str
     loss: float

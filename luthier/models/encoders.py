@@ -220,23 +220,34 @@ def run_blanks(
     device: torch.device,
     tell: Callable[[str], None],
 ) -> BlankMedia | None:
-    """What a run needs whose ranks wait for each other's gradients; None of one process alone, or of words alone.
+    """What a run needs whose ranks wait for each other's gradients, and one process of which only towers or projectors
+    learn: without a picture its loss would reach nothing that is trained. None of another process alone, or of words
+    alone.
 
     ``plain`` is the model under the adapter of ``model``. Raises as `needed_blanks`.
     """
-    if media is None or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+    if media is None or media.processor.family.decoder_names:  # each row of the latter has a picture
         return None
-    if media.processor.family.decoder_names:  # each of its rows has a picture
+    parts = find_parts(plain)
+    is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+    if is_alone and ModelPart.LANGUAGE_MODEL in _trained_parts(model, parts).values():
         return None
     notes: list[str] = []
     features = {
         kind: {name: value.to(device) for name, value in of_kind.items()}
         for kind, of_kind in blank_features(media.processor).items()
     }
-    found = needed_blanks(model, find_parts(plain), features, notes)
+    found = needed_blanks(model, parts, features, notes)
     for note in notes:
         tell(f"model: {note}")
     return found
+
+
+def _trained_parts(model: nn.Module, parts: ModelParts) -> dict[str, ModelPart]:
+    """Which part each parameter that is trained is of, by its name in ``model``."""
+    base = "base_model.model." if isinstance(model, PeftModel) else ""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {name: parts.of(name.removeprefix(base)) for name in names}
 
 
 def blank_features(processor: MediaProcessor) -> dict[str, TensorFeatures]:
@@ -277,8 +288,7 @@ def needed_blanks(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     reached: set[str] = set()
     needed = {}
-    base = "base_model.model." if isinstance(model, PeftModel) else ""
-    outside = {name for name in trained if parts.of(name.removeprefix(base)) is not ModelPart.LANGUAGE_MODEL}
+    outside = {name for name, part in _trained_parts(model, parts).items() if part is not ModelPart.LANGUAGE_MODEL}
     for kind, of_kind in features.items():
         if not outside and not hasattr(plain_model(model), _ENCODES[kind]):
             continue  # whatever it is that encodes them, it is not trained

@@ -33,7 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from luthier.config.choices import Sharding
 from luthier.errors import CheckpointError, ModelError, UserError
-from luthier.models import is_multimodal, plain_model, unsharded_class
+from luthier.models import is_multimodal, output_layer, plain_model, unsharded_class
 from luthier.models.adapter_files import saves_embeddings
 from luthier.models.adapters import decoder_layers
 from luthier.writing import counted
@@ -114,10 +114,12 @@ def divisible_layers(model: PreTrainedModel | PeftModel) -> nn.ModuleList:
             hint="set runtime.sharding: none, or train a layer (adapter.freeze_trainable_layers)",
         )
     if any(isinstance(module, TrainableTokensWrapper) for module in model.modules()):
+        ends = (plain.get_input_embeddings(), output_layer(plain))  # a reward model has no output layer
+        tables = [path.rpartition(".")[2] for path, module in plain.named_modules() if module in ends]
         raise ModelError(
             f"runtime.sharding is fsdp, and rows of new tokens are trained beside the embedding of {name}, which "
             "then cannot be sharded",
-            hint="set runtime.sharding: none, or adapter.modules_to_save: [embed_tokens, lm_head]",
+            hint=f"set runtime.sharding: none, or adapter.modules_to_save: [{', '.join(tables)}]",
         )
     return layers
 
@@ -177,10 +179,11 @@ def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
     """All weights by name, whole, on the CPU; weights that are one keep being one. Every rank has to ask at once;
     without ``keep`` it only takes part, and gets {}. Of an adapter's base only what PEFT may save with it.
     """
-    wanted = _saved_with_adapter(model) if isinstance(model, PeftModel) else None
+    weights = model.state_dict(keep_vars=True)
+    wanted = _saved_with_adapter(model, weights) if isinstance(model, PeftModel) else None
     gathered: dict[int, torch.Tensor] = {}
     found = {}
-    for name, weight in model.state_dict(keep_vars=True).items():
+    for name, weight in weights.items():
         if wanted is not None and id(weight) not in wanted:
             continue
         if id(weight) not in gathered:
@@ -240,12 +243,15 @@ def _in_parts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[s
     return {**state, "state": parts}
 
 
-def _saved_with_adapter(model: PeftModel) -> set[int]:
-    """What is trained, and the embeddings, which PEFT saves too if they have grown."""
+def _saved_with_adapter(model: PeftModel, weights: dict[str, torch.Tensor]) -> set[int]:
+    """What PEFT saves, trained or not (VeRA's matrices are not); what else is trained; and the embeddings, which PEFT
+    saves too if they have grown."""
+    named = get_peft_model_state_dict(model, state_dict=weights, save_embedding_layers=False)
     plain = model.get_base_model()
     ends = [end for end in (plain.get_input_embeddings(), plain.get_output_embeddings()) if end is not None]
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    return trained | {id(parameter) for end in ends for parameter in end.parameters()}
+    of_ends = {id(parameter) for end in ends for parameter in end.parameters()}
+    return trained | of_ends | {id(weight) for weight in named.values()}
 
 
 def _kept(gathered: torch.Tensor, *, keep: bool) -> torch.Tensor:

@@ -145,8 +145,9 @@ LOSSES_FILE = "losses.jsonl"
 def row_losses(
     config: RunConfig, tokenizer: Tokenizer, run_model: RunModel, segments: Sequence[Segment]
 ) -> list[RowLoss]:
-    """The cross-entropy of all targets of each row. Summed over the rows of a run's evaluation and divided by their
-    targets it is the run's ``eval_loss``: the batches go through the model as they do there.
+    """The cross-entropy of all targets of each row, which count once each, whatever their weight. Over the rows of a
+    run's evaluation it is what the run's ``eval_perplexity`` is made of: the batches go through the model as they do
+    there.
 
     The segments of a row are next to each other. Raises `ModelError`, and `RowError` for media that are gone.
     """
@@ -154,7 +155,7 @@ def row_losses(
     how, device = collating(config, tokenizer, run_model.loaded, shared=False), torch.device(run_device(config))
     place(run_model.model, device, config.runtime.sharding)
     run_model.model.eval()
-    segments = [_without_first_target(segment) for segment in segments]
+    segments = [replace(_without_first_target(segment), weight=None) for segment in segments]
     number_of = {row: number for number, row in enumerate(dict.fromkeys(str(each.address) for each in segments))}
     described = SegmentTable(
         lengths=np.array([len(each) for each in segments], dtype=np.int64),

@@ -102,14 +102,16 @@ def test_a_run_of_all_weights_with_settings_of_its_own_answers_as_it_did_whereve
     assert "assistant:calm" in lines(found)[0]["prompt"]
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "none"])
-def test_perplexity_is_that_of_the_runs_own_evaluation(tmp_path: Path, packing: str) -> None:
-    """The last evaluation of the run, of other batches, with the weights that it has left behind."""
+@pytest.mark.parametrize(("packing", "weight"), [("best_fit", 1.0), ("none", 1.0), ("none", 0.5)])
+def test_perplexity_is_that_of_the_runs_own_evaluation(tmp_path: Path, packing: str, weight: float) -> None:
+    """The last evaluation of the run, of other batches, with the weights that it has left behind. What targets weigh in
+    the loss is another matter."""
     result = trained(
         tmp_path,
         {"type": "lora"},
         train={"max_steps": 4, "learning_rate": 0.01, "precision": "fp32", "packing": packing},
         eval={"strategy": "steps", "steps": 4, "per_device_eval_batch_size": 4},
+        template={"targets": {"role": "assistant", "weight": weight}},
     )
     options = luthier.PredictOptions(metrics=["perplexity"])
     found = luthier.predict(tmp_path, options, overrides=["eval.per_device_eval_batch_size=3"])
@@ -117,7 +119,9 @@ def test_perplexity_is_that_of_the_runs_own_evaluation(tmp_path: Path, packing: 
     rows = [json.loads(line) for line in (found.folder / "losses.jsonl").read_text().splitlines()]
     assert sum(row["targets"] for row in rows) == last.num_targets and len(rows) == ROWS
     loss = sum(row["loss"] * row["targets"] for row in rows) / last.num_targets
-    assert loss == pytest.approx(last.loss, abs=1e-6) and told["score"] == pytest.approx(last.perplexity, rel=1e-6)
+    assert weight * loss == pytest.approx(last.loss, abs=1e-6) and told["score"] == pytest.approx(
+        last.perplexity, rel=1e-6
+    )
     assert told["interval"][0] < told["score"] < told["interval"][1]
     assert result.evals[0].loss != pytest.approx(last.loss, abs=1e-3), "the run has learned, so that its base differs"
 

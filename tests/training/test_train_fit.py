@@ -96,6 +96,24 @@ def test_evaluation_does_not_depend_on_its_batches(train: Train) -> None:
     assert packed.evals[0].perplexity == pytest.approx(math.exp(packed.evals[0].loss))
 
 
+def test_perplexity_counts_each_target_once_whatever_it_weighs(train: Train) -> None:
+    """Weights scale the loss of held-out rows; what a model knows of their text does not depend on them."""
+    plain, *rest = make_segments(5, seed=8)
+    few = np.full(len(plain), 0.1, dtype=np.float32)
+    weighed = (
+        [dataclasses.replace(each, weight=np.full(len(each), 2.0, dtype=np.float32)) for each in (plain, *rest)],
+        [dataclasses.replace(plain, weight=few), *rest],
+    )
+    evals = [
+        train(make_data(make_segments(4), held_out), folder=name, eval__strategy="epoch", train__max_steps=1).evals[0]
+        for name, held_out in (("plain", [plain, *rest]), ("doubled", weighed[0]), ("mixed", weighed[1]))
+    ]
+    assert evals[0].perplexity == pytest.approx(math.exp(evals[0].loss))
+    assert evals[1].loss == pytest.approx(2 * evals[0].loss) and evals[2].loss < evals[0].loss
+    assert [each.perplexity for each in evals] == pytest.approx([evals[0].perplexity] * 3)
+    assert all("nll" not in each.measures for each in evals)
+
+
 # ------------------------------------------------------------------------------------------------------ what it learns
 
 

@@ -11,15 +11,20 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
+from tiny_models import tiny_model
 from tiny_rows import epoch_steps, run_data
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3MoeConfig
 
+from luthier.config.choices import AdapterType
+from luthier.config.schema import AdapterConfig
 from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
-from luthier.errors import UserError
-from luthier.models.sharding import refuse_other_ways
+from luthier.errors import ModelError, UserError
+from luthier.models.adapters import apply_adapter
+from luthier.models.sharding import divisible_layers, refuse_other_ways
 from luthier.training.fit import fit_data
 from luthier.training.report import RunResult
 from luthier.training.report.events import Event, Note
+from tests.conftest import refused
 
 PROGRAM = Path(__file__).with_name("tiny_shards.py")
 ROWS, TURNS = 8, 6  # turns of a rank: more than there is to learn, so that some are idle
@@ -49,6 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
         "model__quantization": {"type": "nf4", "compute_dtype": "float32"},
         "train__gradient_checkpointing": True,
     },
+    # its matrices are not trained, are in no layer, and are saved
+    "vera": {**PACKED, "objective": "sft", "adapter": {"type": "vera", "r": 4}},
     "turns": {**PACKED, "objective": "sft", "train__shared_prompts": True},  # trees of several answers
     "dpo": {**PACKED, "objective": "dpo"},  # its reference is precomputed
     "dpo, lora": {"objective": "dpo", "adapter": {"type": "lora", "r": 4}},  # its reference is the base
@@ -64,7 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 TURNS_OF_ROWS = {"turns": 4}
-RESUMED = ("sft", "lora in bf16", "lora in 4 bits")
+RESUMED = ("sft", "lora in bf16", "lora in 4 bits", "vera")
 # Adam divides by the root of what may be next to nothing, so a rounding in a gradient is more in a weight.
 WITHIN = {"weights": 1e-5, "steps": 1e-5}
 
@@ -276,3 +283,13 @@ def test_a_launcher_that_would_divide_the_model_its_own_way_is_refused(
         fit_data(config, tokenizer, data)
     assert not (tmp_path / "run").exists()
     refuse_other_ways({name: "false"})
+
+
+@pytest.mark.parametrize(("has_output_layer", "tables"), [(True, "[embed_tokens, lm_head]"), (False, "[embed_tokens]")])
+def test_rows_of_new_tokens_lead_to_the_tables_that_the_model_has(has_output_layer: bool, tables: str) -> None:
+    model: Any = tiny_model("qwen3")
+    if not has_output_layer:
+        model = AutoModelForSequenceClassification.from_config(model.config)
+    adapted = apply_adapter(model, AdapterConfig(type=AdapterType.LORA), new_ids=[5])
+    with refused(ModelError, "runtime.sharding", f"adapter.modules_to_save: {tables}"):
+        divisible_layers(adapted)

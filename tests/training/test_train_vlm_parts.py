@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from peft import PeftModel
 from tiny_models import tiny_model
 from tiny_runs import make_config
-from tiny_vlms import TEXT, VLMS, alone_inputs, seen, tiny_vlm
+from tiny_vlm_ranks import loss_of
+from tiny_vlms import TEXT, VLMS, alone_inputs, packed_batch, seen, tiny_vlm
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForMultimodalLM, CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
+from luthier.collation import MediaInputs
 from luthier.config.choices import AdapterType, ModelPart
 from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
@@ -30,7 +33,10 @@ from luthier.models import (
     text_attention,
 )
 from luthier.models.encoders import blank_features, needed_blanks, run_blanks
+from luthier.models.isolation import ChosenIsolation
+from luthier.models.mixers import Isolation
 from luthier.models.model import LoadedModel, load_model
+from luthier.models.passes import ModelPass, find_head
 from luthier.models.vocabulary import Vocabulary
 from tests.conftest import refused
 
@@ -249,7 +255,7 @@ def test_a_blank_picture_reaches_what_a_real_one_reaches_and_the_rest_of_the_tow
     assert ("take part in nothing" in "".join(notes)) == bool(idle)
 
 
-def test_the_blank_of_a_processor_is_seen_by_its_model() -> None:
+def llava_processor() -> MediaProcessor:
     words = {"<unk>": 0, "<image>": 180, "\n": 3}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")), additional_special_tokens=["<image>"]
@@ -259,7 +265,11 @@ def test_the_blank_of_a_processor_is_seen_by_its_model() -> None:
         image_processor=CLIPImageProcessor(**sizes), tokenizer=tokenizer, patch_size=14,
         vision_feature_select_strategy="default", num_additional_image_tokens=1, image_token="<image>",
     )  # fmt: skip
-    blank = blank_features(MediaProcessor.of(processor))
+    return MediaProcessor.of(processor)
+
+
+def test_the_blank_of_a_processor_is_seen_by_its_model() -> None:
+    blank = blank_features(llava_processor())
     assert {kind: {name: tuple(each.shape) for name, each in of_kind.items()} for kind, of_kind in blank.items()} == {
         "image": {"pixel_values": (1, 3, 56, 56)}
     }
@@ -269,9 +279,31 @@ def test_the_blank_of_a_processor_is_seen_by_its_model() -> None:
     assert list(needed_blanks(model, find_parts(model), blank, []).features) == ["image"]
 
 
-def test_one_process_needs_no_blank() -> None:
+def test_one_process_needs_no_blank_of_a_run_of_words_or_that_trains_the_language_model() -> None:
     model = tiny_vlm("llava")
     assert run_blanks(model, model, None, device=torch.device("cpu"), tell=print) is None
+    media = cast(MediaInputs, SimpleNamespace(processor=llava_processor()))
+    adapters.apply_adapter(model, AdapterConfig(train_parts=[ModelPart.LANGUAGE_MODEL, ModelPart.TOWER]))
+    assert run_blanks(model, model, media, device=torch.device("cpu"), tell=print) is None
+
+
+@pytest.mark.parametrize("part", [ModelPart.TOWER, ModelPart.PROJECTOR])
+@pytest.mark.parametrize("kind", [AdapterType.FULL, AdapterType.LORA])
+def test_one_process_of_which_the_tower_alone_learns_takes_rows_without_pictures(
+    part: ModelPart, kind: AdapterType
+) -> None:
+    """Their loss reaches nothing that is trained; it has a gradient of 0, as on one of several ranks."""
+    model = tiny_vlm("llava")
+    adapted = adapters.apply_adapter(model, AdapterConfig(type=kind, train_parts=[part]))
+    media = cast(MediaInputs, SimpleNamespace(processor=llava_processor()))
+    found = run_blanks(adapted, model, media, device=torch.device("cpu"), tell=print)
+    forward = ModelPass(
+        isolation=ChosenIsolation(isolation=Isolation.POSITIONS, attention="sdpa", windows={}),
+        head=find_head(adapted), device=torch.device("cpu"), pad_token_id=TEXT["pad_token_id"], blanks=found,
+    )  # fmt: skip
+    loss_of(adapted, forward, packed_batch("llava", [seen("llava", 7, 3, seed=9, image=False)])).backward()
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    assert trained and all(p.grad is not None and not p.grad.any() for p in trained)
 
 
 def test_no_blank_is_needed_where_nothing_that_is_trained_is_reached_by_one() -> None:

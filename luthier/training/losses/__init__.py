@@ -46,6 +46,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Adds up a tensor over all ranks, which have to ask together."""
 
 ACCURACY = "token_accuracy"
+NLL = "nll"  # of targets, each once: what perplexity is made of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -195,16 +196,19 @@ class MeanLosses:
         }
 
     def of_evaluation(self) -> dict[str, float]:
-        """All of it as an evaluation logs it."""
+        """All of it as an evaluation logs it. Perplexity counts each target once, whatever its weight in the loss."""
+        measures = dict(self.measures)
+        is_of_tokens = ACCURACY in measures
+        nll = measures.pop(NLL, self.loss) if is_of_tokens else 0.0
         metrics = {
             **self.to_logs("eval_loss", "eval_num_targets"),
-            **{f"eval_{name}": value for name, value in self.measures.items()},
+            **{f"eval_{name}": value for name, value in measures.items()},
             "eval_num_targets": self.num_units,
         }
-        if ACCURACY in self.measures:  # the loss is that of tokens
-            metrics["eval_perplexity"] = math.exp(min(self.loss, 700.0))  # a float ends at e^709
-        if ACCURACIES in self.measures:
-            metrics["eval_accuracy"] = self.measures[ACCURACIES]
+        if is_of_tokens:
+            metrics["eval_perplexity"] = math.exp(min(nll, 700.0))  # a float ends at e^709
+        if ACCURACIES in measures:
+            metrics["eval_accuracy"] = measures[ACCURACIES]
         return metrics
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from luthier.models.passes import ModelPass
-from luthier.objectives import AnyHead, Measure, measure
+from luthier.objectives import AnyHead, Measure, Measures, measure
 from luthier.objectives.hidden_loss import hidden_loss_sum
 from luthier.objectives.loss_sums import TokenLoss, TokenSettings, losses_by_source
 from luthier.objectives.token_scores import token_scores
@@ -43,7 +43,8 @@ def held_out_losses(parts: step_losses.ObjectiveParts, forward: ModelPass) -> To
 class TokenLosses(step_losses.Stateless):
     """``sft`` and ``pt``: each target for itself. ``reference`` for losses with a KL term.
 
-    Without gradients plain cross-entropy comes with the entropy of what targets are drawn from.
+    Without gradients plain cross-entropy comes with the entropy of what targets are drawn from, and with the mean of
+    ``-log p`` in which each target counts once, whatever its weight in the loss.
     """
 
     forward: ModelPass
@@ -53,7 +54,7 @@ class TokenLosses(step_losses.Stateless):
 
     @property
     def measured(self) -> tuple[str, ...]:
-        return (step_losses.ACCURACY, ENTROPY)
+        return (step_losses.ACCURACY, ENTROPY, step_losses.NLL)
 
     def num_units(self, batch: Batch) -> int:
         return batch.num_targets
@@ -62,7 +63,7 @@ class TokenLosses(step_losses.Stateless):
         reference = None if self.reference is None else self.reference.hidden(batch)
         sources_S = torch.tensor(batch.sources or (0,) * batch.num_segments) if self.num_sources > 1 else None
 
-        def score(hidden_KD: torch.Tensor, head: AnyHead, targets: Targets) -> tuple[TokenLoss, Measure]:
+        def score(hidden_KD: torch.Tensor, head: AnyHead, targets: Targets) -> tuple[TokenLoss, Measures]:
             sources_K = None if sources_S is None else sources_S.to(hidden_KD.device)[targets.segments_K]
             if not torch.is_grad_enabled() and self.settings == TokenSettings():
                 return _with_entropy(hidden_KD, head, targets, sources_K, self.num_sources)
@@ -76,23 +77,24 @@ class TokenLosses(step_losses.Stateless):
                 sources_K=sources_K,
                 num_sources=self.num_sources,
             )
-            return loss, measure(hidden_KD[:0, 0])
+            nothing = measure(hidden_KD[:0, 0])
+            return loss, {ENTROPY: nothing, step_losses.NLL: nothing}
 
         scored, _ = self.forward.scored(model, batch, score)
-        found, entropy = scored.scores
+        found, further = scored.scores
         correct, count = found.num_correct.double(), found.num_correct.new_tensor(found.num_targets).double()
         return step_losses.MicroLoss(
             loss_sum=found.loss_sum + scored.anchor,
             num_units=found.num_targets,
-            measures={step_losses.ACCURACY: Measure(total=correct, count=count), ENTROPY: entropy},
+            measures={step_losses.ACCURACY: Measure(total=correct, count=count), **further},
             by_source=found.by_source,
         )
 
 
 def _with_entropy(
     hidden_KD: torch.Tensor, head: AnyHead, targets: Targets, sources_K: torch.Tensor | None, num_sources: int
-) -> tuple[TokenLoss, Measure]:
-    """Plain cross-entropy as `hidden_loss_sum` has it, not differentiable, and the entropies."""
+) -> tuple[TokenLoss, Measures]:
+    """Plain cross-entropy as `hidden_loss_sum` has it, not differentiable; entropies, and ``-log p`` unweighted."""
     scores = token_scores(hidden_KD, head, targets.ids_K, entropy=True)
     losses_K = -scores.logps_K if targets.weights_K is None else -scores.logps_K * targets.weights_K
     loss = TokenLoss(
@@ -102,4 +104,4 @@ def _with_entropy(
         by_source=losses_by_source(losses_K, sources_K, num_sources),
     )
     assert scores.entropy_K is not None
-    return loss, measure(scores.entropy_K)
+    return loss, {ENTROPY: measure(scores.entropy_K), step_losses.NLL: measure(-scores.logps_K)}

@@ -74,7 +74,7 @@ class EvalRecord:
     step: int  # 0: before training
     epoch: float
     loss: float  # per target (or pair, or row), over the whole set
-    perplexity: float | None  # exp(loss) where it is that of tokens
+    perplexity: float | None  # where the loss is that of tokens: e to the mean -log p of the targets, each counted once
     token_accuracy: float | None  # share of targets that are the argmax
     num_targets: int  # or pairs, or rows
     seconds: float
