@@ -289,13 +289,13 @@ def schedule_of(loaded: Loaded) -> StreamPlan:
 
 def plan_of(loaded: Loaded, schedule: StreamPlan) -> RunPlan:
     """The run's plan, without an estimate."""
-    from luthier.check.plan import history_cost, plan_run
+    from luthier.check.plan import history_cost, plan_run, share_notes
     from luthier.loader.settings import warmup_steps
     from luthier.training.streams import FEW_STEPS, length_notes, ways_to_more_steps
 
     ranks, total_steps, first = schedule.settings.num_ranks, schedule.count_steps(), schedule.epoch(0)
+    micro_batches = -(-len(first.planned) // ranks)
     ways = ways_to_more_steps(loaded.config, schedule.rows, num_ranks=ranks) if total_steps < FEW_STEPS else ()
-    template = loaded.encoder.tokenizer.template
     found = plan_run(
         loaded.config,
         loaded.train,
@@ -309,8 +309,8 @@ def plan_of(loaded: Loaded, schedule: StreamPlan) -> RunPlan:
     return replace(
         found,
         warmup_steps=warmup_steps(loaded.config.train, schedule.horizon),  # as training counts it
-        clock=None if template is None else template.clock_note,
-        unmet=length_notes(loaded.config, total_steps, -(-len(first.planned) // ranks)),
+        clock=None if (template := loaded.encoder.tokenizer.template) is None else template.clock_note,
+        unmet=(*share_notes(schedule.order, found), *length_notes(loaded.config, total_steps, micro_batches)),
     )
 
 

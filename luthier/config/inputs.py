@@ -275,7 +275,8 @@ class MixtureConfig(Section):
 
     by: Annotated[choices.MixtureBy, choices.as_enum(choices.MixtureBy)] = choices.MixtureBy.EPOCHS
     """What the sets' ``weight`` means. ``epochs``: how often each row is seen in an epoch. ``rows``, ``tokens``: shares
-    of the rows, or of the tokens, that hold throughout the epoch, whatever the sizes of the sets."""
+    of the rows that are read, or of the tokens that are trained on, that hold throughout the epoch, whatever the sizes
+    of the sets."""
     temperature: choices.Positive | None = None
     """With shares: they are also proportional to size^(1/temperature). 1 is as the sizes are, 2 lifts small sets, a
     high one makes all equal. Default: sizes do not matter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from luthier.check.plan import RunPlan, longest_rows, plan_run
+from luthier.check.plan import RunPlan, longest_rows, plan_run, share_notes
 from luthier.check.plan.stats import Distribution, distribution, stats
 from luthier.check.plan.terminal import histogram, plan_table, stats_table
+from luthier.config.choices import MixtureBy
 from luthier.config.inputs import MixtureConfig
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
@@ -112,6 +114,24 @@ def test_a_plan_of_shares_is_that_of_the_schedule(prepared: tuple[RunConfig, Pre
     assert taken == list(realised_mixture(schedule.epoch(0), index.table()))
     assert taken[0].share_of_rows == pytest.approx(0.5, abs=0.02)
     assert taken[0].share_of_rows != pytest.approx(made(config, prepared[1]).train.sources[0].taken.share_of_rows)
+
+
+@pytest.mark.parametrize(("by", "weight", "share"), [("rows", 1, 1 / 3), ("rows", 2, 1 / 2), ("tokens", 1, 1 / 2)])
+def test_a_plan_says_that_lost_rows_have_changed_a_share(tmp_path: Path, by: str, weight: int, share: float) -> None:
+    """Of the second data set every second row is too long. Shares of tokens are of what is trained on."""
+    texts = {"short": ["a b"] * 60, "mixed": ["a b", "a b " * 60] * 30}
+    for name, answers in texts.items():
+        rows = [{"messages": [{"role": "user", "content": name}, {"role": "assistant", "content": a}]} for a in answers]
+        (tmp_path / name).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [
+        {"path": str(tmp_path / f"{name}.jsonl"), "weight": w} for name, w in zip(texts, (1, weight), strict=True)
+    ]
+    config = config_in(tmp_path, data={"train": sources, "eval_split": 0, "mixture": MixtureConfig(by=MixtureBy(by))})
+    index = cut(config, prepare(config, Encoder.from_config(config)))
+    schedule = plan_of_run(config, RowTable.of_index(index), num_ranks=1)
+    plan = plan_run(config, index, None, total_steps=11, first_epoch=schedule.epoch(0))
+    assert bool(share_notes(schedule.order, plan)) == (by == "rows")
+    assert plan.train.sources[1].taken.share_of_rows == pytest.approx(share, abs=0.02)
 
 
 def test_plan_ledger_counts_rows_that_cutting_lost(prepared: tuple[RunConfig, Prepared]) -> None:

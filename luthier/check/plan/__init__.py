@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from luthier.check.plan.estimate import Estimate, computes_in_16_bits
 from luthier.check.plan.work import shape_of_run
-from luthier.config.choices import Overflow, Packing
+from luthier.config.choices import MixtureBy, Overflow, Packing
 from luthier.config.objective import OBJECTIVES
 from luthier.config.rollout import DeadGroups
 from luthier.config.schema import RunConfig
@@ -40,12 +40,14 @@ from luthier.packing.epoch import (
     realised_mixture,
     straggler_factor,
 )
+from luthier.packing.order import RowOrder
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Sample
 from luthier.rendering import kind_of_media
 from luthier.writing import counted
 
 NUM_LONGEST = 5
+OFF_SHARE = 0.05  # of a data set's share of the rows; by less, nothing is told
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,11 +90,11 @@ class DataPlan:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
     """The whole run on ``num_ranks`` devices. ``more_steps``: of a run of few steps, settings that would each give it
-    more. ``unmet``: what is asked of the run and will not happen, as it is so short. ``no_packing``: why segments of
-    this model cannot share a row, though the run packs them. ``shares_prompts``: tokens of a prompt that two answers
-    share are counted once. ``history``: what a template that rewrites it costs in training; None: nothing. ``clock``:
-    what rows are told of today by a template that has one. ``drawing``: what a step draws of a run that learns from
-    answers of its own.
+    more. ``unmet``: what is asked of the run and will not happen, as it is so short, or as rows are lost.
+    ``no_packing``: why segments of this model cannot share a row, though the run packs them. ``shares_prompts``: tokens
+    of a prompt that two answers share are counted once. ``history``: what a template that rewrites it costs in
+    training; None: nothing. ``clock``: what rows are told of today by a template that has one. ``drawing``: what a step
+    draws of a run that learns from answers of its own.
     """
 
     train: DataPlan
@@ -154,6 +156,29 @@ def plan_run(
         more_steps=more_steps,
         warmup_steps=warmup_steps(config.train, total_steps),
     )
+
+
+def share_notes(order: RowOrder, plan: RunPlan) -> tuple[str, ...]:
+    """What lost rows make of shares of ``rows``. The order gives out rows that are not looked at yet, so a data set
+    that loses more of them than others has a smaller share of what is trained on."""
+    if order.mixture.by is not MixtureBy.ROWS:
+        return ()
+    epoch = order.epoch(0)
+    of_rows = np.searchsorted(np.cumsum(order.counts), epoch.rows(0, len(epoch)), side="right")
+    asked = np.bincount(of_rows, minlength=len(order.counts)) / max(len(epoch), 1)
+    found = np.array([source.taken.share_of_rows for source in plan.train.sources])
+    worst = int(np.argmax(abs(asked - found)))
+    if abs(asked - found)[worst] <= OFF_SHARE:
+        return ()
+    told = (
+        f"{plan.train.sources[worst].name} has {found[worst]:.1%} of the rows that are trained on, and "
+        f"{asked[worst]:.1%} of those that are read, which data.mixture.by: rows is about; the others are lost"
+    )
+    if not found.all():
+        return (f"{told}.",)
+    weights = np.array(order.mixture.weights) * asked / found
+    way = ", ".join(f"{weight:.3g}" for weight in weights / weights.min() * min(order.mixture.weights))
+    return (f"{told}. To train on {asked[worst]:.1%}, set data.train[].weight: {way}.",)
 
 
 def with_media(
