@@ -410,7 +410,9 @@ class MediaItem:
 
     They are all that the model's processor puts in the place of the item: slots for its features and what it writes
     around and between them (rows, tiles, timestamps). No cut may go through them. ``encoder_length`` is about how many
-    positions (patches, frames) the model's encoder runs through for the item; planning reads it.
+    positions (patches, frames) the model's encoder runs through for the item; planning reads it. ``opening`` and
+    ``closing``: how many control tokens of the template directly before and behind it mark it (<|vision_start|>); a cut
+    keeps them with it.
     """
 
     media: Media
@@ -418,6 +420,13 @@ class MediaItem:
     start: int
     length: int
     encoder_length: int = 0
+    opening: int = 0
+    closing: int = 0
+
+    def whole(self, max_length: int) -> slice:
+        """The tokens that a cut keeps together: its own, and what marks it if all of that fits."""
+        marked = slice(max(0, self.start - self.opening), self.start + self.length + self.closing)
+        return marked if marked.stop - marked.start <= max_length else slice(self.start, self.start + self.length)
 
 
 def media_within(media: Iterable[MediaItem], spans: Sequence[slice]) -> tuple[MediaItem, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from luthier.encoding.text_encoders import BadTexts, unflatten
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError, RowError
-from luthier.records import NOWHERE, Address, Branch, ControlPiece, MediaItem, MediaPiece, Sample
+from luthier.records import NOWHERE, Address, Branch, ControlPiece, Ints, MediaItem, MediaPiece, Sample
 from luthier.rendering import ControlTokens
 from luthier.rendering.blueprint import DIFFERING_TOKENS, Blueprint, BlueprintRun, Filled, TextRun
 
@@ -163,6 +163,10 @@ class Assembler:
         self._assemblies: WeakKeyDictionary[Blueprint, dict[tuple[str, ...], _Assembly]] = WeakKeyDictionary()
         self._num_kept = 0  # at most: some may have gone with their blueprints
 
+    @cached_property
+    def _control_ids(self) -> NDArray[np.int32]:
+        return np.array(sorted(self.tokenizer.control_ids), dtype=np.int32)
+
     def assemble(self, rows: Sequence[Filled]) -> list[Sample | RowError]:
         """One outcome per row, in order. Text that occurs several times is encoded once."""
         numbers: dict[str, int] = {}  # of the texts to encode
@@ -237,15 +241,20 @@ class Assembler:
         row, assembly = draft.row, draft.assembly
         target, weight = _targets_of(self._weights(row, assembly, lengths))
         starts = np.cumsum(lengths) - lengths
+        spans = [(int(starts[first]), int(starts[last] + lengths[last])) for _, first, last in assembly.media]
+        ends = np.cumsum([branch.length for branch in branches])
+        marks = _marks(spans, np.isin(ids, self._control_ids), ends)
         media = tuple(
             MediaItem(
                 media=row.expansions[number].media,
                 header=row.expansions[number].header,
-                start=int(starts[first]),
-                length=(length := int(lengths[first : last + 1].sum())),
-                encoder_length=length * row.expansions[number].fold,
+                start=start,
+                length=stop - start,
+                encoder_length=(stop - start) * row.expansions[number].fold,
+                opening=opening,
+                closing=closing,
             )
-            for number, first, last in assembly.media
+            for (number, _, _), (start, stop), (opening, closing) in zip(assembly.media, spans, marks, strict=True)
         )
         return Sample(
             input_ids=ids,
@@ -289,6 +298,28 @@ class Assembler:
                 last.append(np.array([end - 1]))
             position = end
         return np.concatenate(ids), np.concatenate(last)
+
+
+def _marks(spans: Sequence[tuple[int, int]], is_control: NDArray[np.bool_], ends: Ints) -> list[tuple[int, int]]:
+    """How many control tokens directly before and behind each media item mark it, ``<start> item <end>``. ``ends``: of
+    the branches. Between two items that nothing else parts, the first half of them is the former's."""
+    found: list[tuple[int, int]] = []
+    taken = 0
+    for start, stop in spans:
+        branch = int(np.searchsorted(ends, start, side="right"))
+        first = max(taken, int(ends[branch - 1]) if branch else 0)
+        opening = _run(is_control[first:start][::-1])
+        if found and opening == start - taken:
+            opening = (opening + 1) // 2
+        closing = min(opening, _run(is_control[stop : ends[branch]]))
+        found.append((opening, closing))
+        taken = stop
+    return found
+
+
+def _run(is_control: NDArray[np.bool_]) -> int:
+    """How many of these are true before the first that is not."""
+    return int(np.argmin(np.append(is_control, False)))
 
 
 def _some_begin_alike(assembly: _Assembly, ids: NDArray[np.int32], sizes: Sequence[int]) -> bool:

@@ -55,9 +55,10 @@ def cut_segment(segment: Segment, *, max_length: int, overflow: Overflow) -> lis
 
 
 def plan_windows(segment: Segment, *, max_length: int, overflow: Overflow) -> list[SegmentCut]:
-    """Where to cut a segment; windows without targets are in the list too. No cut goes through a media item: it is made
-    before the item, and what follows is lost with it (truncate) or begins the next window (split; no window at all if
-    an item alone is longer than ``max_length``, for what comes after it is about something that nobody sees).
+    """Where to cut a segment; windows without targets are in the list too. No cut goes through a media item or parts it
+    from the tokens that mark it: it is made before them, and what follows is lost with it (truncate) or begins the next
+    window (split; no window at all if an item alone is longer than ``max_length``, for what comes after it is about
+    something that nobody sees).
 
     Raises `RowDropped` (``too_long``) under ``Overflow.DROP`` and ``KEEP_ANSWER``, `UserError` under ``ERROR``.
     """
@@ -76,7 +77,7 @@ def plan_windows(segment: Segment, *, max_length: int, overflow: Overflow) -> li
                 "too_long", f"{counted(len(target), 'token')}, data.max_length is {max_length}", address=address
             )
         case Overflow.TRUNCATE:
-            stop = _before_media(segment.media, max_length)
+            stop = _before_media(segment.media, max_length, max_length)
             return [_window(target, 0, stop)]
         case Overflow.SPLIT:
             return [] if any(item.length > max_length for item in segment.media) else _split(segment, max_length)
@@ -116,7 +117,11 @@ def _split(segment: Segment, max_length: int) -> list[SegmentCut]:
         else:
             last = int(np.searchsorted(stops, limit, side="right")) - 1
             # [q q A A q q q | A A]: the cut goes behind the second A, not to the limit
-            stop = int(stops[last]) if last >= 0 and stops[last] > start else _before_media(segment.media, limit)
+            stop = (
+                int(stops[last])
+                if last >= 0 and stops[last] > start
+                else _before_media(segment.media, limit, max_length)
+            )
         windows.append(_window(target, start, stop))
         start = stop
     return windows
@@ -137,9 +142,10 @@ def _trim(target: NDArray[np.bool_], *, open_end: bool) -> NDArray[np.bool_]:
     return trimmed
 
 
-def _before_media(media: Sequence[MediaItem], stop: int) -> int:
-    """The cut, or the beginning of the item that it would go through."""
-    return next((item.start for item in media if item.start < stop < item.start + item.length), stop)
+def _before_media(media: Sequence[MediaItem], stop: int, max_length: int) -> int:
+    """The cut, or the beginning of the item, with what marks it, that it would go through."""
+    wholes = (item.whole(max_length) for item in media)
+    return next((whole.start for whole in wholes if whole.start < stop < whole.stop), stop)
 
 
 def _no_target(num_tokens: int, max_length: int) -> str:

@@ -36,6 +36,7 @@ PRESET = "preset:"
 CONFIG = "config.json"
 # The model's own template says what goes around an item in texts that no template makes.
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+ITEMS_VERSION = b"2"  # of what a sample says of its media items beside their tokens
 DECIDING = ("transformers", "torchvision")  # libraries whose versions decide how many tokens an item takes
 
 
@@ -79,7 +80,7 @@ class MediaSource:
         """Covers all that decides how many tokens stand for an item; of a model without a processor it says so."""
         if self.folder is None:
             return "text"
-        digest = hashlib.sha256(self.options.model_dump_json(exclude={"cache"}).encode())
+        digest = hashlib.sha256(ITEMS_VERSION + self.options.model_dump_json(exclude={"cache"}).encode())
         for name in (*PROCESSOR_FILES, *TEMPLATE_FILES):
             path = self.folder / name
             digest.update(path.read_bytes() if path.is_file() else b"")

@@ -289,7 +289,8 @@ def media_from_bytes(encoded: bytes) -> tuple[tuple[MediaItem, ...], str]:
 
 def _plain(item: MediaItem) -> list[object]:
     kind = next(kind for kind, of_kind in MEDIA.items() if isinstance(item.media, of_kind))
-    return [kind, _values(item.media), _values(item.header), item.start, item.length, item.encoder_length]
+    numbers = [item.start, item.length, item.encoder_length, item.opening, item.closing]
+    return [kind, _values(item.media), _values(item.header), *numbers]
 
 
 def _values(record: Any) -> dict[str, object]:
@@ -298,7 +299,7 @@ def _values(record: Any) -> dict[str, object]:
 
 
 def _item(plain: list[Any]) -> MediaItem:
-    kind, media, header, start, length, encoder_length = plain
+    kind, media, header, start, length, encoder_length, *marks = plain
     if isinstance(media["source"], list):
         media["source"] = tuple(media["source"])
     if media.get("window") is not None:
@@ -311,6 +312,8 @@ def _item(plain: list[Any]) -> MediaItem:
         start=start,
         length=length,
         encoder_length=encoder_length,
+        opening=marks[0] if marks else 0,  # older stores do not say
+        closing=marks[1] if marks else 0,
     )
 
 

@@ -17,6 +17,7 @@ from PIL import Image as Pillow
 import luthier
 from luthier.config.choices import Overflow
 from luthier.encoding.encoder import Encoder
+from luthier.encoding.pieces import _marks
 from luthier.errors import ModelError, RowError, TemplateError, UserError
 from luthier.layout.cutting import plan_windows
 from luthier.records import Image, ImageHeader, MediaItem
@@ -211,12 +212,32 @@ def test_no_cut_goes_through_an_item(tokenizer: Any, processor: Any, pictures: P
     for max_length in range(1, len(segment)):
         for overflow in (Overflow.TRUNCATE, Overflow.SPLIT):
             for window in plan_windows(segment, max_length=max_length, overflow=overflow):
-                for item in segment.media:
-                    assert not item.start < window.start < item.start + item.length
-                    assert not item.start < window.stop < item.start + item.length
-    inside = second.start + 1
-    (window,) = plan_windows(segment, max_length=inside, overflow=Overflow.TRUNCATE)
-    assert window.stop == second.start
+                for whole in (item.whole(max_length) for item in segment.media):
+                    assert not whole.start < window.start < whole.stop
+                    assert not whole.start < window.stop < whole.stop
+    for inside in (second.start, second.start + 1, second.start + second.length):
+        (window,) = plan_windows(segment, max_length=inside, overflow=Overflow.TRUNCATE)
+        assert window.stop == second.start - 1
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_an_item_is_cut_off_with_the_control_tokens_that_mark_it(
+    name: str, tokenizer: Any, processor: Any, pictures: Path
+) -> None:
+    (segment,) = encoded(row_of(name, pictures), tokenizer, processor, pictures).segments()
+    for item in segment.media:
+        whole = segment.input_ids[item.whole(len(segment))].tolist()
+        text = tokenizer.decode([whole[0], whole[item.opening], whole[-1]])
+        assert text == "<|vision_start|><|image_pad|><|vision_end|>" and len(whole) == item.length + 2
+        assert item.whole(item.length + 1) == slice(item.start, item.start + item.length)  # not all of it fits
+
+
+def test_a_sound_is_cut_off_with_what_marks_it_and_a_picture_without_marks_alone() -> None:
+    control = np.array([mark in "<>#" for mark in "#ab<##><##>#c##"])
+    ends = np.array([len(control)])
+    assert _marks([(4, 6), (8, 10)], control, ends) == [(1, 1), (1, 1)]
+    assert _marks([(13, 15)], np.array([mark == "#" for mark in "#ab<##><##>#c##"]), ends) == [(0, 0)]
+    assert _marks([(4, 6)], control, np.array([4, len(control)])) == [(0, 0)]  # what is before is another branch's
 
 
 def test_a_cut_keeps_items_where_their_slots_are(tokenizer: Any, processor: Any, pictures: Path) -> None:
