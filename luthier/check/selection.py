@@ -23,7 +23,7 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import BudgetError, RowDropped, RowError, UserError
 from luthier.layout import cut_prompt
-from luthier.layout.cutting import plan_windows
+from luthier.layout.cutting import learned_length, plan_windows
 from luthier.ledger import Ledger
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.reader import BatchReader
@@ -431,7 +431,7 @@ class TrainingAccount:
         if len(sample.input_ids) <= most:  # no leaf is longer than the whole tree
             return None
         leaves = list(sample.segments())
-        longest = max(len(leaf) for leaf in leaves)
+        longest = max(learned_length(leaf.target) for leaf in leaves)
         if longest <= most:
             return None
         too_long = RowDropped(
@@ -445,7 +445,7 @@ class TrainingAccount:
         if self._units is not UnitKind.NONE and drops:
             return too_long
         if drops:
-            return None if any(len(leaf) <= most for leaf in leaves) else too_long
+            return None if any(learned_length(leaf.target) <= most for leaf in leaves) else too_long
         windows = [window for leaf in leaves for window in plan_windows(leaf, max_length=most, overflow=overflow)]
         if any(window.num_targets for window in windows):
             return None

@@ -125,7 +125,7 @@ class Encoder:
         """Hex digest of all that decides a sample beside the row: files, options, kind of row, version of the code."""
         options = self.options.model_dump_json(exclude={"chat_template"})
         parts = [str(SAMPLES_VERSION), self.tokenizer.fingerprint, options, self.kind, self.media_source.fingerprint]
-        parts += [] if self.keep_answer_within is None else [f"keep_answer {self.keep_answer_within}"]
+        parts += [] if self.keep_answer_within is None else [f"keep_answer up to {self.keep_answer_within}"]
         parts += [] if self.document_end == EOS else [f"document_end {self.document_end}"]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

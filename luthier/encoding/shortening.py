@@ -20,6 +20,7 @@ from itertools import groupby, islice
 from luthier.config.choices import TrainOn
 from luthier.errors import RowDropped, RowError
 from luthier.layout import join_trees, tree_of_runs
+from luthier.layout.cutting import learned_length
 from luthier.records import Conversation, Feedback, Media, MediaPiece, Message, Piece, Preference, Rendered, Row, Sample
 from luthier.rendering.other_rows import continuations, unlearned, with_system
 from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns
@@ -82,7 +83,7 @@ class Shortener:
         return [] if self._fits(whole) else [shorter for shorter, _ in self._shorter(row, whole).found]
 
     def _fits(self, sample: Sample) -> bool:
-        return len(sample.input_ids) <= self.max_length or longest_learned(sample) <= self.max_length
+        return len(sample.input_ids) <= self.max_length or longest_learned(sample, whole=True) <= self.max_length
 
     def _shorter(self, row: Row, whole: Sample) -> _ShorterSamples:
         """Raises `RowDropped` (``still_too_long``) where nothing of the row can be kept."""
@@ -221,9 +222,11 @@ def _renumbered(piece: Piece, numbers: Sequence[int], num_media: int) -> Piece:
     return replace(piece, message=message)
 
 
-def longest_learned(sample: Sample) -> int:
-    """Tokens of the longest run of a sample in which something is learned."""
-    return max((len(segment) for segment in sample.segments() if segment.target.any()), default=0)
+def longest_learned(sample: Sample, *, whole: bool = False) -> int:
+    """Tokens of the longest run of a sample in which something is learned, up to what is learned last; ``whole``: with
+    what follows, which is cut off where it is too long."""
+    learned = (segment.target for segment in sample.segments() if segment.target.any())
+    return max((len(target) if whole else learned_length(target) for target in learned), default=0)
 
 
 def turn_starts(messages: Sequence[Message]) -> tuple[int, list[int]]:

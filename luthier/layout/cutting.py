@@ -6,6 +6,8 @@ Two rules keep counts exact and answers honest:
 - An answer that a cut leaves without its end does not have its last kept token as a target. (A document that is split
   goes on in the next window, so its windows keep all targets but the first.)
 
+What stands behind the last target (a template's line break behind the stop) makes nothing too long: it is cut off.
+
 Continuations that are compared are never cut. Where one is too long with its prompt, the prompt loses messages from its
 beginning (`layout.cut_prompt`), the same ones for all that share it.
 """
@@ -66,6 +68,9 @@ def plan_windows(segment: Segment, *, max_length: int, overflow: Overflow) -> li
     assert max_length >= 1, f"max_length must be positive, got {max_length}"
     if len(target) <= max_length:
         return [_window(target, 0, len(target))]
+    cuts_answers = overflow in (Overflow.TRUNCATE, Overflow.SPLIT)
+    if not cuts_answers and (end := learned_length(target)) <= max_length:
+        return [_window(target, 0, end)]
     match overflow:
         case Overflow.ERROR:
             raise UserError(
@@ -83,6 +88,11 @@ def plan_windows(segment: Segment, *, max_length: int, overflow: Overflow) -> li
             return [] if any(item.length > max_length for item in segment.media) else _split(segment, max_length)
         case _:
             raise AssertionError(f"unknown overflow policy {overflow!r}")
+
+
+def learned_length(target: NDArray[np.bool_]) -> int:
+    """How many tokens there are up to the last target, bool[T]; all of them where there is none."""
+    return len(target) - int(np.argmax(target[::-1]))
 
 
 def take_window(segment: Segment, window: SegmentCut) -> Segment:

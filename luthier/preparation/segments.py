@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.choices import Overflow
+from luthier.encoding.shortening import END_LEFT_OUT
 from luthier.errors import RowDropped, UserError
 from luthier.layout import cut_prompt, leaf_segment, span_of, splice
-from luthier.layout.cutting import SegmentCut, plan_windows, take_window
+from luthier.layout.cutting import SegmentCut, learned_length, plan_windows, take_window
 from luthier.ledger import Ledger
 from luthier.packing import PATCH_COST, SegmentTable, UnitKind, completion_room
 from luthier.preparation import PreparedSet
@@ -252,6 +253,7 @@ def _in_trees_within(held: Ints, lengths: Ints, max_length: int) -> Ints:
 # What a run's ``max_length`` makes of the leaves in the store: which stay, and which of their tokens.
 
 
+_NOTE_OF = {Overflow.TRUNCATE: "truncated", Overflow.SPLIT: "split", Overflow.ERROR: END_LEFT_OUT}
 READ_AT_A_TIME = 128  # samples, before the pages that they were read from are let go of
 PROMPT_TRUNCATED = "prompt_truncated"  # a note: rows whose prompt lost messages
 
@@ -310,7 +312,12 @@ def cut_leaves(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overfl
     fits = leaves.lengths <= max_length
     needed = (leaves.num_targets > 0) | leaves.is_question
     cuts = Cuts(whole=np.flatnonzero(fits & needed), dropped=overflow in (Overflow.DROP, Overflow.KEEP_ANSWER))
-    for count, leaf in enumerate([] if cuts.dropped else np.flatnonzero(~fits).tolist(), start=1):
+    if cuts.dropped:
+        ends = learned_ends(prepared, leaves, max_length)
+        for leaf in np.flatnonzero(~fits & (ends <= max_length)).tolist():
+            _cut_end(leaves, leaf, int(ends[leaf]), cuts)
+        return cuts
+    for count, leaf in enumerate(np.flatnonzero(~fits).tolist(), start=1):
         if count % READ_AT_A_TIME == 0:
             prepared.store.release()
         segment = leaf_segment(prepared[int(leaves.row[leaf])], int(leaves.number[leaf]))
@@ -319,10 +326,29 @@ def cut_leaves(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overfl
         cuts.leaf.extend([leaf] * len(useful))
         cuts.windows.extend(useful)
         if useful:
-            cuts.notes["truncated" if overflow is Overflow.TRUNCATE else "split"] += 1
+            cuts.notes[_NOTE_OF[overflow]] += 1
             cuts.notes["window_without_target"] += len(windows) - len(useful)
     prepared.store.release()
     return cuts
+
+
+def learned_ends(prepared: PreparedSet, leaves: Leaves, max_length: int) -> Ints:
+    """int64: the lengths of all leaves; of those that are too long up to the last target, for which they are read."""
+    ends = leaves.lengths.copy()
+    for count, leaf in enumerate(np.flatnonzero((ends > max_length) & (leaves.num_targets > 0)).tolist(), start=1):
+        if count % READ_AT_A_TIME == 0:
+            prepared.store.release()
+        ends[leaf] = learned_length(leaf_segment(prepared[int(leaves.row[leaf])], int(leaves.number[leaf])).target)
+    prepared.store.release()
+    return ends
+
+
+def _cut_end(leaves: Leaves, leaf: int, end: int, cuts: Cuts) -> None:
+    """All of a leaf up to its last target."""
+    num_targets = int(leaves.num_targets[leaf])
+    cuts.leaf.append(leaf)
+    cuts.windows.append(SegmentCut(start=0, stop=end, open_end=False, num_targets=num_targets))
+    cuts.notes[END_LEFT_OUT] += 1
 
 
 def cut_units(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflow: Overflow, units: UnitKind) -> Cuts:
@@ -332,14 +358,17 @@ def cut_units(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflo
     row that has not as many continuations as ``units`` says.
     """
     _check_rows(prepared, leaves, units)
-    too_long = _any_of_row(leaves, leaves.lengths > max_length, len(prepared))
-    stays = ~too_long & ~_any_of_row(leaves, leaves.num_targets == 0, len(prepared))
-    cuts = Cuts(whole=np.flatnonzero(stays[leaves.row]), dropped=True)
+    ends = learned_ends(prepared, leaves, max_length)
+    too_long = _any_of_row(leaves, ends > max_length, len(prepared))
+    stays = (~too_long & ~_any_of_row(leaves, leaves.num_targets == 0, len(prepared)))[leaves.row]
+    cuts = Cuts(whole=np.flatnonzero(stays & (ends == leaves.lengths)), dropped=True)
+    for leaf in np.flatnonzero(stays & (ends < leaves.lengths)).tolist():
+        _cut_end(leaves, leaf, int(ends[leaf]), cuts)
     match overflow:
         case Overflow.ERROR:
             if too_long.any():
                 row = int(np.argmax(too_long))
-                longest = int(leaves.lengths[leaves.row == row].max())
+                longest = int(ends[leaves.row == row].max())
                 raise UserError(
                     f"{prepared.address(row)}: prompt and continuation have {counted(longest, 'token')}, "
                     f"data.max_length is {max_length}",
@@ -351,7 +380,7 @@ def cut_units(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflo
             for count, row in enumerate(np.flatnonzero(too_long).tolist(), start=1):
                 if count % READ_AT_A_TIME == 0:
                     prepared.store.release()
-                _cut_prompt_of(prepared, row, leaves, cuts, max_length)
+                _cut_prompt_of(prepared, row, leaves, ends, cuts, max_length)
         case Overflow.SPLIT:
             raise UserError(
                 "data.overflow: split cuts answers, and continuations that are compared are never cut",
@@ -362,18 +391,18 @@ def cut_units(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflo
     return cuts
 
 
-def _cut_prompt_of(prepared: PreparedSet, row: int, leaves: Leaves, cuts: Cuts, max_length: int) -> None:
+def _cut_prompt_of(prepared: PreparedSet, row: int, leaves: Leaves, ends: Ints, cuts: Cuts, max_length: int) -> None:
     own = list(range(*np.searchsorted(leaves.row, [row, row + 1]).tolist()))
     sample = prepared[row]
     prompt = sample.branches[0].length
-    room = max_length - (int(leaves.lengths[own].max()) - prompt)
+    room = max_length - (int(ends[own].max()) - prompt)
     kept = cut_prompt(sample.prompt_turns, prompt, room=room)
     if kept is None or not leaves.num_targets[own].all():
         return
     head, start = kept
     cuts.leaf.extend(own)
     for leaf in own:
-        stop, num_targets = int(leaves.lengths[leaf]), int(leaves.num_targets[leaf])
+        stop, num_targets = int(ends[leaf]), int(leaves.num_targets[leaf])
         cuts.windows.append(SegmentCut(head=head, start=start, stop=stop, open_end=False, num_targets=num_targets))
     cuts.notes[PROMPT_TRUNCATED] += 1
 

@@ -257,7 +257,7 @@ def test_every_character_of_brackets_is_learned(tmp_path: Path) -> None:  # 39
     assert learned(prepared, encoder, 1) == "[[1, 2], [3, 4]]<|im_end|>"
 
 
-@pytest.mark.parametrize(("more", "is_kept"), [(0, True), (-1, False)])
+@pytest.mark.parametrize(("more", "is_kept"), [(0, True), (-1, True), (-2, False)])
 def test_a_row_of_exactly_the_limit_is_kept_and_one_more_is_dropped(  # 29, 30
     tmp_path: Path, more: int, is_kept: bool
 ) -> None:

@@ -56,6 +56,7 @@ def turns(count: int, *, words: int = 8, seed: int = 0) -> list[dict[str, Any]]:
 
 def config_of(folder: Path, rows: list[dict[str, Any]], **sections: Any) -> RunConfig:
     path = folder / "rows.jsonl"
+    folder.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"train": str(path), "max_length": LIMIT, "overflow": "keep_answer", "workers": 0, "max_drop": 0.99}
     return RunConfig.model_validate(
@@ -189,6 +190,38 @@ def test_what_comes_behind_the_last_learned_answer_is_left_out_where_it_is_too_l
     assert report.ok, [str(one) for row in report.failed_rows for one in row.violations]
 
 
+@pytest.mark.parametrize("train_stop", [True, False])
+def test_what_the_template_writes_behind_the_last_learned_token_costs_no_turn(tmp_path: Path, train_stop: bool) -> None:
+    row, template = {"messages": turns(4)}, {"train_stop": train_stop}
+    encoder, (whole,) = encoded(config_of(tmp_path / "w", [row], template=template, data={"max_length": 4096}))
+    behind = len(whole.input_ids) - longest_learned(whole)
+    assert behind == (1 if train_stop else 2)
+    for most, is_whole in ((longest_learned(whole), True), (longest_learned(whole) - 1, False)):
+        config = config_of(tmp_path / str(most), [row], template=template, data={"max_length": most})
+        encoder, (sample,) = encoded(config)
+        assert np.array_equal(sample.input_ids, whole.input_ids) == is_whole
+        index = SegmentIndex(prepare(config, encoder).train, max_length=most, overflow=Overflow.KEEP_ANSWER)
+        assert index.lengths.max() == most if is_whole else index.lengths.max() < most
+        assert SHORTENED not in dict(sample.notes) if is_whole else dict(sample.notes)[SHORTENED] == 1
+        report = verify(config)
+        assert report.ok, [str(one) for row in report.failed_rows for one in row.violations]
+
+
+@pytest.mark.parametrize("overflow", [Overflow.DROP, Overflow.TRUNCATE, Overflow.ERROR, Overflow.KEEP_ANSWER])
+def test_of_compared_answers_only_what_is_learned_has_to_fit(tmp_path: Path, overflow: Overflow) -> None:
+    row = {"prompt": turns(2)[:3], "chosen": "Yes, at once, and more.", "rejected": "No."}
+    data = {"overflow": overflow.value, "max_length": 4096}
+    _, (whole,) = encoded(config_of(tmp_path / "w", [row], objective="dpo", data=data))
+    most = longest_learned(whole)
+    assert most == max(map(len, whole.segments())) - 1
+    config = config_of(tmp_path / "r", [row], objective="dpo", data={**data, "max_length": most})
+    prepared = prepare(config, Encoder.from_config(config)).train
+    index = SegmentIndex(prepared, max_length=most, overflow=overflow, units=UnitKind.PAIRS)
+    assert len(index) == 2 and index.lengths.max() == most and not index.ledger.notes["prompt_truncated"]
+    assert index.num_targets.tolist() == [int(segment.target.sum()) for segment in whole.segments()]
+    assert verify(config).ok
+
+
 def _last_learned(messages: tuple[Message, ...]) -> Conversation:
     return Conversation(messages=messages, train_on="last_assistant")
 
@@ -316,7 +349,7 @@ def test_pictures_go_with_their_turns(tmp_path: Path) -> None:
     )
     encoder, (sample,) = encoded(config)
     whole = replace(encoder, keep_answer_within=None).encode(_record(config))
-    tight = config.model_copy(update={"data": config.data.model_copy(update={"max_length": len(whole.input_ids) - 1})})
+    tight = config.model_copy(update={"data": config.data.model_copy(update={"max_length": len(whole.input_ids) - 2})})
     encoder, (sample,) = encoded(tight)
     assert [len(segment.media) for segment in sample.segments()] == [3, 3] and len(sample.media) == 6
     for item in sample.media:  # slots stand where the items say

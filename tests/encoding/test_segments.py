@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luthier.config.choices import Overflow, Packing
+from luthier.encoding.shortening import END_LEFT_OUT
 from luthier.errors import RowDropped, UserError
 from luthier.layout.cutting import cut_segment
 from luthier.ledger import Ledger
@@ -70,6 +71,14 @@ def test_dropped_rows_are_lost_in_the_ledger_of_the_index_alone(tmp_path):
     assert index.lost_rows.tolist() == [1]
     assert prepared.ledger.prepared == 2  # so that a second index does not count twice
     assert SegmentIndex(prepared, max_length=6, overflow=Overflow.DROP).ledger.prepared == 2
+
+
+@pytest.mark.parametrize("overflow", [Overflow.DROP, Overflow.KEEP_ANSWER, Overflow.ERROR])
+def test_what_stands_behind_the_last_target_makes_nothing_too_long(tmp_path, overflow):
+    index = SegmentIndex(prepared_of(tmp_path, [sample("..AA."), sample(".A.A....")]), max_length=4, overflow=overflow)
+    assert patterns(index) == ["..AA", ".A.A"] and index.lengths.tolist() == [4, 4]
+    assert index.num_targets.tolist() == [2, 2] and not index.ledger.dropped
+    assert index.ledger.notes == {END_LEFT_OUT: 2}
 
 
 def test_error_stops_with_the_address(tmp_path):

@@ -111,7 +111,12 @@ class RowVerifier:
         """A row whose prompts had to be shortened, as what is left of it; None if it fits as it is."""
         runs = Runs(segments=sample.segments(), address=str(row.address), tokenizer=self.tokenizer, loosely=False)
         ruled = replace(self.policy, rules=(), default_system=None)
-        judge = token_runs.LengthJudge(expect=lambda one: self.expected(one, ruled), max_length=max_length, runs=runs)
+        judge = token_runs.LengthJudge(
+            expect=lambda one: self.expected(one, ruled),
+            max_length=max_length,
+            train_stop=self.policy.train_stop,
+            runs=runs,
+        )
         match row:
             case records.Preference() | records.Feedback():
                 whole = as_rendered(
@@ -130,7 +135,7 @@ class RowVerifier:
                 conversation = as_ruled(row, self._need_template(), self.policy)
                 alone = (token_runs.only(conversation, [answer]) for answer in answers)
                 # What follows the last answer that is learned may be what is too long.
-                if said.everything or said.asked or all(map(judge.fits, (conversation, *alone))):
+                if said.everything or said.asked or all(judge.fits(one, whole=True) for one in (conversation, *alone)):
                     return None
                 shorter, trees = judge.shorter_conversations(conversation, answers), token_runs.trees_of(sample)
                 if len(shorter) != len(trees):

@@ -344,27 +344,36 @@ Expect = Callable[[Conversation], ExpectedRow]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthJudge:
     """Says how long a conversation is to the model. ``runs`` are the sample's: where history renders an answer
-    otherwise than inference does, how it is emitted is read there."""
+    otherwise than inference does, how it is emitted is read there. ``train_stop``: stops are learned."""
 
     expect: Expect
     max_length: int
+    train_stop: bool
     runs: Runs
 
-    def fits(self, row: Conversation) -> bool:
-        """Whether all that is learned of a conversation fits, and the template takes it."""
+    def fits(self, row: Conversation, *, whole: bool = False) -> bool:
+        """Whether all that is learned of a conversation fits, and the template takes it; ``whole``: with what follows
+        a turn, which is cut off where it is too long."""
         try:
             expected = self.expect(row)
         except RowError:
             return False
-        lengths = [len(turn.ids) + (0 if turn.after is None else len(turn.after())) for turn in expected.turns]
+        lengths = [self._length(turn, whole=whole) for turn in expected.turns]
         for asked in expected.asked:
             turn = derived_turn(asked, self.runs)
             if isinstance(turn, Violation) and asked.is_unasked:
                 continue
             if isinstance(turn, Violation):
                 return False
-            lengths.append(len(turn.ids) + len(self.runs.tokenizer.continue_text([asked.ending])[0]))
+            lengths.append(self._length(turn, whole=whole))
         return max(lengths, default=0) <= self.max_length
+
+    def _length(self, turn: ExpectedTurn, *, whole: bool) -> int:
+        """Tokens of a turn with its prompt, up to the last that is learned or may be."""
+        if whole:
+            return len(turn.ids) + (0 if turn.after is None else len(turn.after()))
+        weights = turn.weights if self.train_stop else turn.weights[: len(turn.weights) - turn.num_stop]
+        return len(turn.prompt) + int(np.max(np.flatnonzero(weights), initial=-1)) + 1
 
     def shorter_conversations(self, row: Conversation, answers: Sequence[int]) -> list[Conversation]:
         """The conversations that ``answers`` of a row should be learned in, those with the same first turn together."""
