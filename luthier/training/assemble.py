@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -448,8 +449,12 @@ def _first_values(setup: RunSetup, model: PeftModel, how: CollateSettings, losse
     """Those of a new adapter that have to be computed; one of a resumed run has been read."""
     start, initial, media = setup.config.adapter.init_lora_weights, setup.run_model.initial, setup.run_model.media
     if initial is not None and start in FROM_BASE_AND_ROWS:
-        if setup.first_step is not None:
-            adapter_files.take_out_initial(model, initial)
+        if setup.resume is not None:
+            beside = setup.resume.parent / run_folder.INITIAL_ADAPTER  # of the run that wrote the checkpoint
+            there = beside if beside.is_dir() else initial
+            adapter_files.take_out_initial(model, there)
+            if setup.world.is_main and there.resolve() != initial.resolve():
+                shutil.copytree(there, initial, dirs_exist_ok=True)
             return
         if start == "corda":
             initial_adapter.begin_by_weighted_parts(model, losses.forward, setup.data.train, how, media)

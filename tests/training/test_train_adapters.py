@@ -277,6 +277,19 @@ def test_values_of_rows_and_base_are_those_that_peft_computes_by_itself(
             torch.testing.assert_close(own.abs(), values.abs(), rtol=2e-3, atol=2e-4 * float(values.abs().max()))
 
 
+@pytest.mark.parametrize("start", ["corda", "lora_ga"])
+def test_first_values_are_found_beside_the_checkpoint_of_another_run(start: str, train: Train, tmp_path: Path) -> None:
+    keys = {"adapter__type": "lora", "adapter__r": 4, "adapter__init_lora_weights": start, "train__max_steps": 4,
+            "output__save_strategy": "steps", "output__save_steps": 2}  # fmt: skip
+    whole = train(DATA, **keys)
+    again = train(DATA, folder="other", output__resume=str(tmp_path / "run" / "checkpoint-2"), **keys)
+    assert [s.loss for s in again.steps] == pytest.approx([s.loss for s in whole.steps[2:]], rel=1e-6)
+    kept = [tmp_path / folder / "initial_adapter" / "adapter_model.safetensors" for folder in ("run", "other")]
+    assert kept[0].read_bytes() == kept[1].read_bytes(), "the other run can go on without the first one's folder"
+    saved = [load_file(tmp_path / folder / "model" / "adapter_model.safetensors") for folder in ("run", "other")]
+    assert all(torch.allclose(saved[0][name], saved[1][name], atol=1e-5) for name in saved[0])
+
+
 def test_a_run_whose_first_values_are_lost_does_not_go_on(train: Train, tmp_path: Path) -> None:
     keys = {"adapter__type": "lora", "adapter__init_lora_weights": "lora_ga", "output__save_strategy": "steps",
             "output__save_steps": 2}  # fmt: skip

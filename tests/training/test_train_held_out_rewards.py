@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from tiny_runs import make_data, make_segments
 
 from luthier.metrics import METRICS, Metric, pass_at
-from luthier.training.report import GenerationRound, RunResult
+from luthier.objectives.token_losses import FeedbackBaselines, FeedbackScores
+from luthier.training.losses.verdicts import FeedbackLosses
+from luthier.training.report import ACCURACIES, GenerationRound, RunResult
 from luthier.training.report.report import Report, write_report
 
 
@@ -56,3 +61,13 @@ def test_other_runs_are_answered_as_before(train: Callable[..., RunResult]) -> N
     )
     found: list[GenerationRound] = list(run.generations)
     assert [one.step for one in found] == [0, 4] and not any(one.metrics for one in found)
+
+
+def test_a_tie_judges_no_answer_right_whatever_its_verdict() -> None:
+    zeros_R = torch.zeros(4)
+    scores = FeedbackScores(
+        logps_R=zeros_R, ref_logps_R=torch.tensor([0.0, 0.0, -1.0, 1.0]), lengths_R=torch.ones(4),
+        desirable_R=torch.tensor([True, False, True, False]),
+    )  # fmt: skip
+    told = FeedbackLosses._judged(cast(Any, SimpleNamespace(_baselines=FeedbackBaselines())), scores)
+    assert float(told[ACCURACIES].total) == 2 and float(told[ACCURACIES].count) == 4

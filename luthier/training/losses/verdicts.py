@@ -132,5 +132,5 @@ class FeedbackLosses(step_losses.AnswerLosses):
         ratios_R = scores.logps_R.detach() - scores.ref_logps_R - kl
         return {
             "kl": measure(ratios_R.new_full(ratios_R.shape, kl)),
-            ACCURACIES: measure((ratios_R > 0) == scores.desirable_R),
+            ACCURACIES: measure(torch.where(scores.desirable_R, ratios_R > 0, ratios_R < 0)),
         }
