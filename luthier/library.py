@@ -289,7 +289,7 @@ def schedule_of(loaded: Loaded) -> StreamPlan:
 
 def plan_of(loaded: Loaded, schedule: StreamPlan) -> RunPlan:
     """The run's plan, without an estimate."""
-    from luthier.check.plan import history_cost, plan_run, share_notes
+    from luthier.check.plan import history_cost, loss_notes, plan_run
     from luthier.loader.settings import warmup_steps
     from luthier.training.streams import FEW_STEPS, length_notes, ways_to_more_steps
 
@@ -310,7 +310,7 @@ def plan_of(loaded: Loaded, schedule: StreamPlan) -> RunPlan:
         found,
         warmup_steps=warmup_steps(loaded.config.train, schedule.horizon),  # as training counts it
         clock=None if (template := loaded.encoder.tokenizer.template) is None else template.clock_note,
-        unmet=(*share_notes(schedule.order, found), *length_notes(loaded.config, total_steps, micro_batches)),
+        unmet=(*loss_notes(schedule.order, found), *length_notes(loaded.config, total_steps, micro_batches)),
     )
 
 

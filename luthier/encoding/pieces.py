@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from luthier.encoding.text_encoders import BadTexts, unflatten
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError, RowError
-from luthier.records import NOWHERE, Address, Branch, ControlPiece, Ints, MediaItem, MediaPiece, Sample
+from luthier.layout.cutting import marks_around
+from luthier.records import NOWHERE, Address, Branch, ControlPiece, MediaItem, MediaPiece, Sample
 from luthier.rendering import ControlTokens
 from luthier.rendering.blueprint import DIFFERING_TOKENS, Blueprint, BlueprintRun, Filled, TextRun
 
@@ -243,7 +244,7 @@ class Assembler:
         starts = np.cumsum(lengths) - lengths
         spans = [(int(starts[first]), int(starts[last] + lengths[last])) for _, first, last in assembly.media]
         ends = np.cumsum([branch.length for branch in branches])
-        marks = _marks(spans, np.isin(ids, self._control_ids), ends)
+        marks = marks_around(spans, np.isin(ids, self._control_ids) & ~target, ends)
         media = tuple(
             MediaItem(
                 media=row.expansions[number].media,
@@ -298,28 +299,6 @@ class Assembler:
                 last.append(np.array([end - 1]))
             position = end
         return np.concatenate(ids), np.concatenate(last)
-
-
-def _marks(spans: Sequence[tuple[int, int]], is_control: NDArray[np.bool_], ends: Ints) -> list[tuple[int, int]]:
-    """How many control tokens directly before and behind each media item mark it, ``<start> item <end>``. ``ends``: of
-    the branches. Between two items that nothing else parts, the first half of them is the former's."""
-    found: list[tuple[int, int]] = []
-    taken = 0
-    for start, stop in spans:
-        branch = int(np.searchsorted(ends, start, side="right"))
-        first = max(taken, int(ends[branch - 1]) if branch else 0)
-        opening = _run(is_control[first:start][::-1])
-        if found and opening == start - taken:
-            opening = (opening + 1) // 2
-        closing = min(opening, _run(is_control[stop : ends[branch]]))
-        found.append((opening, closing))
-        taken = stop
-    return found
-
-
-def _run(is_control: NDArray[np.bool_]) -> int:
-    """How many of these are true before the first that is not."""
-    return int(np.argmin(np.append(is_control, False)))
 
 
 def _some_begin_alike(assembly: _Assembly, ids: NDArray[np.int32], sizes: Sequence[int]) -> bool:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import Overflow
 from luthier.errors import RowDropped, UserError
-from luthier.records import MediaItem, Segment, media_within
+from luthier.records import Ints, MediaItem, Segment, media_within
 from luthier.writing import counted
 
 
@@ -127,11 +127,9 @@ def _split(segment: Segment, max_length: int) -> list[SegmentCut]:
         else:
             last = int(np.searchsorted(stops, limit, side="right")) - 1
             # [q q A A q q q | A A]: the cut goes behind the second A, not to the limit
-            stop = (
-                int(stops[last])
-                if last >= 0 and stops[last] > start
-                else _before_media(segment.media, limit, max_length)
-            )
+            behind = int(stops[last]) if last >= 0 else start
+            stop = behind if behind > start else _before_media(segment.media, limit, max_length)
+            assert stop > start, f"a window without a token at {start}"
         windows.append(_window(target, start, stop))
         start = stop
     return windows
@@ -156,6 +154,29 @@ def _before_media(media: Sequence[MediaItem], stop: int, max_length: int) -> int
     """The cut, or the beginning of the item, with what marks it, that it would go through."""
     wholes = (item.whole(max_length) for item in media)
     return next((whole.start for whole in wholes if whole.start < stop < whole.stop), stop)
+
+
+def marks_around(spans: Sequence[tuple[int, int]], is_control: NDArray[np.bool_], ends: Ints) -> list[tuple[int, int]]:
+    """How many control tokens directly before and behind each media item mark it, ``<start> item <end>``. ``ends``: of
+    the branches. Between two items that nothing else parts, the first half of them is the former's.
+    A control token that is learned is an answer's, and to be left out of ``is_control``."""
+    found: list[tuple[int, int]] = []
+    taken = 0
+    for start, stop in spans:
+        branch = int(np.searchsorted(ends, start, side="right"))
+        first = max(taken, int(ends[branch - 1]) if branch else 0)
+        opening = _run(is_control[first:start][::-1])
+        if found and opening == start - taken:
+            opening = (opening + 1) // 2
+        closing = min(opening, _run(is_control[stop : ends[branch]]))
+        found.append((opening, closing))
+        taken = stop
+    return found
+
+
+def _run(is_control: NDArray[np.bool_]) -> int:
+    """How many of these are true before the first that is not."""
+    return int(np.argmin(np.append(is_control, False)))
 
 
 def _no_target(num_tokens: int, max_length: int) -> str:

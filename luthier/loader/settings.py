@@ -314,6 +314,16 @@ def order_of_run(config: RunConfig, rows: RowTable, settings: PlanSettings) -> R
     )
 
 
+def lost_documents(packing: Packing, overflow: Overflow) -> str | None:
+    """What becomes of long documents where rows are cut, as most who cut rows expect none to be lost; None: no word."""
+    if packing is not Packing.SPLIT or overflow is not Overflow.DROP:
+        return None
+    return (
+        "train.packing: split cuts where a row is full, and data.overflow: drop leaves out documents longer than "
+        "data.max_length before; with data.overflow: split they are cut too"
+    )
+
+
 def warmup_steps(train: TrainConfig, total_steps: int) -> int:
     """Steps of warm-up in a run of so many steps. A share that is less than a step is none.
 

@@ -29,7 +29,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.json_client import AnswerScorer
 from luthier.errors import SamplerLost, UserError
-from luthier.loader.settings import eval_settings, media_of
+from luthier.loader.settings import eval_settings, lost_documents, media_of
 from luthier.loader.stream_state import LoaderState
 from luthier.media.families import PackingSupport
 from luthier.metrics import JUDGE, metrics_of_answers
@@ -187,7 +187,8 @@ def _set_up(
         if schedule.horizon < streams.FEW_STEPS:
             steps = counted(schedule.horizon, "step")
             hooks.note(f"about {steps} teach the model next to nothing; {_longer(config)}")
-        for note in streams.length_notes(config, schedule.horizon):
+        documents = lost_documents(config.train.packing, config.data.overflow)
+        for note in (*([] if documents is None else [documents]), *streams.length_notes(config, schedule.horizon)):
             hooks.note(note)
     if world.is_main:
         step = -1 if resume is None else checkpoint_step(resume)  # -1: drop even the evaluation before training

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from luthier.check.plan import RunPlan, longest_rows, plan_run, share_notes
+from luthier.check.plan import RunPlan, longest_rows, loss_notes, plan_run
 from luthier.check.plan.stats import Distribution, distribution, stats
 from luthier.check.plan.terminal import histogram, plan_table, stats_table
 from luthier.config.choices import MixtureBy
 from luthier.config.inputs import MixtureConfig
+from luthier.config.objective import ObjectiveConfig
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.loader.numbered_rows import RowTable
@@ -130,7 +131,7 @@ def test_a_plan_says_that_lost_rows_have_changed_a_share(tmp_path: Path, by: str
     index = cut(config, prepare(config, Encoder.from_config(config)))
     schedule = plan_of_run(config, RowTable.of_index(index), num_ranks=1)
     plan = plan_run(config, index, None, total_steps=11, first_epoch=schedule.epoch(0))
-    assert bool(share_notes(schedule.order, plan)) == (by == "rows")
+    assert bool(loss_notes(schedule.order, plan)) == (by == "rows")
     assert plan.train.sources[1].taken.share_of_rows == pytest.approx(share, abs=0.02)
 
 
@@ -231,3 +232,21 @@ def printed_plan(plan: RunPlan) -> str:
     console = Console(width=160, record=True, file=StringIO())
     console.print(plan_table(plan))
     return console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("overflow", "words", "is_told"), [("drop", 200, True), ("drop", 20, False), ("split", 200, False)]
+)
+def test_a_plan_says_that_rows_which_are_cut_lose_long_documents(
+    tmp_path: Path, overflow: str, words: int, is_told: bool
+) -> None:
+    rows = ["a b c", "red " * 20, "red " * words]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    data = {"train": [{"path": str(tmp_path / "rows.jsonl")}], "eval_split": 0, "overflow": overflow}
+    config = config_in(tmp_path, data=data, train={"packing": "split"}).model_copy(
+        update={"objective": ObjectiveConfig(name="pt")}
+    )
+    index = cut(config, prepare(config, Encoder.from_config(config)))
+    schedule = plan_of_run(config, RowTable.of_index(index), num_ranks=1)
+    plan = plan_run(config, index, None, total_steps=1, first_epoch=schedule.epoch(0))
+    assert bool(loss_notes(schedule.order, plan)) == is_told

@@ -17,9 +17,8 @@ from PIL import Image as Pillow
 import luthier
 from luthier.config.choices import Overflow
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.pieces import _marks
 from luthier.errors import ModelError, RowError, TemplateError, UserError
-from luthier.layout.cutting import plan_windows
+from luthier.layout.cutting import marks_around, plan_windows
 from luthier.records import Image, ImageHeader, MediaItem
 from luthier.store import SampleStore, StoreWriter
 from luthier.store.format import build_shard, freeze_sample
@@ -235,9 +234,26 @@ def test_an_item_is_cut_off_with_the_control_tokens_that_mark_it(
 def test_a_sound_is_cut_off_with_what_marks_it_and_a_picture_without_marks_alone() -> None:
     control = np.array([mark in "<>#" for mark in "#ab<##><##>#c##"])
     ends = np.array([len(control)])
-    assert _marks([(4, 6), (8, 10)], control, ends) == [(1, 1), (1, 1)]
-    assert _marks([(13, 15)], np.array([mark == "#" for mark in "#ab<##><##>#c##"]), ends) == [(0, 0)]
-    assert _marks([(4, 6)], control, np.array([4, len(control)])) == [(0, 0)]  # what is before is another branch's
+    assert marks_around([(4, 6), (8, 10)], control, ends) == [(1, 1), (1, 1)]
+    assert marks_around([(13, 15)], np.array([mark == "#" for mark in "#ab<##><##>#c##"]), ends) == [(0, 0)]
+    other_branch = np.array([4, len(control)])
+    assert marks_around([(4, 6)], control, other_branch) == [(0, 0)]
+
+
+def test_an_answers_stop_directly_before_an_item_is_no_mark_of_it(tmp_path: Path, pictures: Path) -> None:
+    template = TEMPLATE.replace("<|im_start|>{{ message['role'] }}\n", "", 1).replace("<|im_end|>\n", "<|im_end|>", 1)
+    template = template.replace("<|im_start|>assistant\n", "")
+    folder = write_folder(tmp_path / "bare", template=template)
+    row = chat(
+        ("user", [shown(pictures, "wide.png")]), ("assistant", "Yes."),
+        ("user", [shown(pictures, "square.png")]), ("assistant", "No."),
+    )  # fmt: skip
+    own = hf.AutoProcessor.from_pretrained(folder)
+    (segment,) = encoded(row, luthier.load_tokenizer(folder), own, pictures).segments()
+    (_, second) = segment.media
+    assert segment.target[second.start - 2] and second.opening == 1
+    for max_length in range(1, len(segment)):
+        plan_windows(segment, max_length=max_length, overflow=Overflow.SPLIT)
 
 
 def test_a_cut_keeps_items_where_their_slots_are(tokenizer: Any, processor: Any, pictures: Path) -> None:

@@ -24,6 +24,7 @@ from luthier.loader.settings import (
     Loaded,
     check_reward_columns,
     eval_settings,
+    lost_documents,
     shares_prompts,
     train_settings,
     warmup_steps,
@@ -158,7 +159,13 @@ def plan_run(
     )
 
 
-def share_notes(order: RowOrder, plan: RunPlan) -> tuple[str, ...]:
+def loss_notes(order: RowOrder, plan: RunPlan) -> tuple[str, ...]:
+    """What is otherwise than one might expect because rows are lost."""
+    documents = lost_documents(plan.packing, plan.overflow) if plan.train.ledger["dropped"].get("too_long") else None
+    return (*_shares_off(order, plan), *([] if documents is None else [documents + "."]))
+
+
+def _shares_off(order: RowOrder, plan: RunPlan) -> tuple[str, ...]:
     """What lost rows make of shares of ``rows``. The order gives out rows that are not looked at yet, so a data set
     that loses more of them than others has a smaller share of what is trained on."""
     if order.mixture.by is not MixtureBy.ROWS:
