@@ -81,7 +81,7 @@ def chat(  # noqa: PLR0913
     """
     with reporting(json) as output:
         declared = [] if tools is None else _declared(tools)
-        from luthier.prediction import Dialogue, media_part, open_run, with_thinking
+        from luthier.prediction import Dialogue, open_run, with_thinking
         from luthier.sources.formats.turns import as_row
 
         opened = open_run(Path(run).expanduser(), overrides or ())
@@ -185,8 +185,6 @@ class _Talk:
                 self.dialogue.save(Path(file).expanduser())
                 self._say(f"saved in {file}", style="dim")
             case "/image" | "/audio" | "/video":
-                from luthier.prediction import media_part
-
                 self.waiting.append(media_part(command[1:], _path(rest)))
             case "/edit" if not rest:
                 raise UserError("there is no question to ask instead", hint="/edit TEXT")
@@ -282,3 +280,13 @@ def _path(text: str) -> str:
     except ValueError:  # a quotation mark without another
         return text
     return words[0] if len(words) == 1 else text
+
+
+def media_part(kind: str, path: str) -> Media:
+    """A picture, sound or video by its path. Raises `UserError` if there is no such file."""
+    from luthier.sources.formats.turns import MEDIA
+
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UserError(f"there is no file {path}", hint=f"/{kind} PATH takes the path of a file")
+    return MEDIA[kind](source=str(file.resolve()), root=str(file.resolve().parent))

@@ -135,6 +135,13 @@ class Tokenizer:
         names = dict.fromkeys([*self.added.ordinary, *self.added.special])
         return tuple(self._ids[name] for name in names if self._ids[name] >= first)
 
+    @property
+    def added_tokens(self) -> list[tokenizers.AddedToken]:
+        """The run's added tokens with the flags that decide in which texts they are found, ordinary ones first."""
+        names = dict.fromkeys([*self.added.ordinary, *self.added.special])
+        entries = {entry["content"]: entry for entry in self._spec["added_tokens"] if entry["content"] in names}
+        return [_added(entries[name]) for name in names]
+
     @cached_property
     def control(self) -> ControlTokens:
         """The control vocabulary: special tokens, and tag-like added tokens that the template writes itself."""

@@ -95,7 +95,7 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
     implementation that this model or machine does not have, and a vocabulary smaller than the tokenizer's.
     """
     section = config.model
-    source, random_init = _source(section)
+    source, random_init = source_of(section)
     notes: list[str] = []
     model_config = _model_config(section, source, as_it_is=_only_answers(config))
     check_tokens(model_config, section, vocabulary, unborn=random_init)
@@ -227,7 +227,7 @@ def build_weightless(config: RunConfig, vocabulary: Vocabulary) -> PreTrainedMod
     Raises `ModelError` for a config that cannot be found or read, and for ``config_overrides`` that make no model.
     """
     section = config.model
-    source, random_init = _source(section)
+    source, random_init = source_of(section)
     model_config = _model_config(section, source)
     check_tokens(model_config, section, vocabulary, unborn=random_init)
     fit_unborn(model_config, vocabulary, [])
@@ -241,7 +241,7 @@ def build_weightless(config: RunConfig, vocabulary: Vocabulary) -> PreTrainedMod
 
 def check_choices(config: RunConfig) -> None:
     """Raise `ModelError` where the model's config, or attention and kernels as the run names them, cannot be had."""
-    source, _ = _source(config.model)
+    source, _ = source_of(config.model)
     _attention(config.model, _model_config(config.model, source), [])
     use_liger(config.model)
 
@@ -281,7 +281,7 @@ def run_device(config: RunConfig) -> str:
     return config.runtime.device
 
 
-def _source(section: ModelConfig) -> tuple[str, bool]:
+def source_of(section: ModelConfig) -> tuple[str, bool]:
     """Where to load from, and whether the weights are random."""
     if section.name_or_path.startswith(PRESET):
         return str(model_folder(section.name_or_path.removeprefix(PRESET))), True

@@ -40,14 +40,14 @@ from luthier.models import ungenerated
 from luthier.models.adapter_files import load_to_answer, merge_first
 from luthier.models.model import is_reward_model, load_model, quantize_whole, run_device
 from luthier.models.vocabulary import Vocabulary
-from luthier.records import Audio, Conversation, Image, Message, Text, ToolCall, Video
+from luthier.records import Conversation, Message, Text, ToolCall
 from luthier.rendering.replies import ReplyDelta, joined
 from luthier.rendering.trained_turns import THINKING_SWITCHES
-from luthier.sources.formats.turns import MEDIA, as_row
-from luthier.training.assemble import BASE_FOLDER, RunModel
-from luthier.training.folder.artifacts import TEMPLATE_FILE
+from luthier.sources.formats.turns import as_row
+from luthier.training.assemble import RunModel, keeps_base
+from luthier.training.folder.artifacts import TEMPLATE_FILE, refuse_another_base
 from luthier.training.folder.checkpoint import read_json
-from luthier.training.folder.run_folder import MODEL_FOLDER
+from luthier.training.folder.run_folder import BASE_FOLDER, MODEL_FOLDER
 from luthier.training.folder.state import unreadable
 from luthier.training.report import RESULT_FILE
 from luthier.writing import write_all
@@ -65,6 +65,7 @@ class TrainedRun:
     encoder  of its rows and prompts
     stops    ids that end an answer, as training learned them
     digest   of its result, by which it is told from other runs
+    base     of an adapter: digests of the files of the base that it was trained on, by their names
     """
 
     folder: Path
@@ -73,6 +74,7 @@ class TrainedRun:
     encoder: Encoder
     stops: frozenset[int]
     digest: str
+    base: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def gives_rewards(self) -> bool:
@@ -104,6 +106,7 @@ class TrainedRun:
         tokenizer = self.encoder.tokenizer
         vocabulary = Vocabulary.of(tokenizer)
         loaded = load_model(self.config, vocabulary)
+        refuse_another_base(self.base, self.config.model, tokenizer.files.folder)  # one of the Hub is here from now on
         loaded = replace(loaded, model=merge_first(loaded.model, self.config.adapter))
         loaded = quantize_whole(loaded, self.config)
         model: PreTrainedModel | PeftModel = loaded.model
@@ -179,6 +182,8 @@ def _left_behind(folder: Path, overrides: Sequence[str], *, rewards: bool) -> Tr
     config = _as_left_behind(config, folder)
     encoder = Encoder.from_config(config)
     result = folder / RESULT_FILE
+    known: Any = read_json(result).get("base_files", {}) if result.is_file() else {}
+    refuse_another_base(known, config.model, encoder.tokenizer.files.folder)
     return TrainedRun(
         folder=folder,
         config=config,
@@ -186,6 +191,7 @@ def _left_behind(folder: Path, overrides: Sequence[str], *, rewards: bool) -> Tr
         encoder=encoder,
         stops=frozenset({*encoder.tokenizer.stop_token_ids, *_saved_stops(trained)}),
         digest=sha256(result.read_bytes() if result.is_file() else described.read_bytes()).hexdigest(),
+        base=known,
     )
 
 
@@ -198,10 +204,16 @@ def _said(path: Path) -> dict[str, object]:
 
 
 def _as_left_behind(config: RunConfig, folder: Path) -> RunConfig:
-    """The description with what the run saved: the whole model, or the base of its adapter if that was saved, too."""
+    """The description with what the run saved: the whole model, or the base of its adapter if that was saved, too.
+
+    Raises `ModelError` where such a base is missing.
+    """
     trained, base = folder / MODEL_FOLDER, folder / BASE_FOLDER
     is_adapter = (trained / ADAPTER_FILE).is_file()
-    source = base if is_adapter and base.is_dir() else None if is_adapter else trained
+    source = base if is_adapter and keeps_base(config) else None if is_adapter else trained
+    if source == base and not base.is_dir():
+        why = "copy the folder of the run with all that is in it; nothing else has these weights"
+        raise ModelError(f"{base} is missing, the base that the adapter of this run was trained on", hint=why)
     adapter = config.adapter.model_copy(update={"merge": False, "merge_first": [], "name_or_path": None})
     if source is None:  # the base is where it was; what it begins with is fitted to the tokenizer as it was in the run
         template = config.template.model_copy(update=_own_template(config, trained))
@@ -412,14 +424,6 @@ def with_thinking(run: TrainedRun, *, on: bool) -> TrainedRun:
         )
     kwargs = {**run.encoder.options.kwargs, **dict.fromkeys(known, on)}
     return replace(run, encoder=replace(run.encoder, options=run.encoder.options.model_copy(update={"kwargs": kwargs})))
-
-
-def media_part(kind: str, path: str) -> Image | Audio | Video:
-    """A picture, sound or video by its path. Raises `UserError` if there is no such file."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise UserError(f"there is no file {path}", hint=f"/{kind} PATH takes the path of a file")
-    return MEDIA[kind](source=str(file.resolve()), root=str(file.resolve().parent))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -53,11 +53,11 @@ from luthier.sources.source import open_sources
 from luthier.store import MANIFEST, store_folder
 from luthier.training.assemble import RunModel
 from luthier.training.folder import FILES
+from luthier.training.folder.run_folder import PREDICTIONS_FOLDER
 from luthier.training.generate import Question, question_at_end, questions_of, read_back, shown, wanted
 from luthier.writing import JsonObject, to_json, write_text
 
 WINDOW = 64  # questions that are sorted by their length before they are divided into batches
-PREDICTIONS = "predictions"  # the folder in that of the run
 PREDICTION_FILE, PREDICTIONS_FILE, METRICS_FILE = "prediction.json", "predictions.jsonl", "metrics.json"
 ANSWERS_FILE = "answers.partial.jsonl"
 Turns = Literal["last", "every"]
@@ -172,7 +172,7 @@ def predict(
     _check_samples(samples, is_drawn=settings.do_sample)
     rows = _rows(opened, None if data is None else str(data), options.turns)
     name = "eval" if data is None else Path(str(data).replace(":", "_")).stem
-    folder = opened.folder / PREDICTIONS / name if options.out is None else Path(options.out).expanduser()
+    folder = opened.folder / PREDICTIONS_FOLDER / name if options.out is None else Path(options.out).expanduser()
     told: JsonObject = {
         "luthier": __version__,
         "run": opened.digest,
@@ -313,7 +313,7 @@ def _held_out(run: TrainedRun) -> Iterator[tuple[Segment, bool, ToolDeclarations
 
 
 def _rows_of_run(run: TrainedRun) -> Loaded:
-    output = run.config.output.model_copy(update={"dir": run.folder / PREDICTIONS})  # lost rows are named there
+    output = run.config.output.model_copy(update={"dir": run.folder / PREDICTIONS_FOLDER})  # lost rows are named there
     return load_rows(run.config.model_copy(update={"output": output}))
 
 

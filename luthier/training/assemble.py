@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from luthier.models import (
     undrawn,
     unsharded_class,
 )
-from luthier.models.model import RANDOM_WEIGHTS, LoadedModel, load_model, quantize_whole, run_precision
+from luthier.models.model import RANDOM_WEIGHTS, LoadedModel, load_model, quantize_whole, run_precision, source_of
 from luthier.models.passes import ROUTER_LOSS
 from luthier.models.vocabulary import Vocabulary, rows_left_out
 from luthier.objectives.policy_losses import Advantage
@@ -67,8 +67,6 @@ from luthier.training.rollouts.talks import Talks, sampling
 from luthier.training.trainer import Trainer, TrainerParts
 from luthier.writing import counted
 
-BASE_FOLDER = "base"  # a base model with random weights, which an adapter would be lost without
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunModel:
@@ -80,6 +78,7 @@ class RunModel:
     initial: Path | None
     use_cache: bool  # what the saved config is to say; training has it off
     media: MediaInputs | None = None  # of a multimodal model
+    base_files: Mapping[str, str] = field(default_factory=dict)  # digests of an adapter's base, on the main process
 
     @property
     def processor(self) -> Path | None:
@@ -111,22 +110,21 @@ def make_model(
     vocabulary = Vocabulary.of(tokenizer, config.model.token_descriptions)
     loaded = load_model(config, vocabulary)
     use_cache = bool(loaded.model.config.get_text_config().use_cache)
-    is_adapter = config.adapter.type.is_beside
     merged, few_bits = config.adapter.merge_first, quantized.is_quantized(loaded.model)
     loaded = replace(loaded, model=adapter_files.merge_first(loaded.model, config.adapter))
     if merged and few_bits:
         note("model: it came quantized, and has whole weights since adapters were merged into it")
-    if is_adapter and (loaded.random_weights or merged):
-        base = (config.output.dir / BASE_FOLDER).resolve()
+    if keeps_base(config):
+        base = (config.output.dir / run_folder.BASE_FOLDER).resolve()
         if world.is_main:
             artifacts.save_model(loaded.model, base, tokenizer)
         loaded.model.name_or_path = str(base)  # what the adapter will name as its base
         what = f"with {' and '.join(merged)} merged" if merged else "of random weights"
-        note(f"model: the base {what} is saved in {BASE_FOLDER}/; the adapter works with these weights only")
+        note(f"model: the base {what} is saved in {run_folder.BASE_FOLDER}/; the adapter works with these weights only")
     loaded = quantize_whole(loaded, config)
     loaded.model.config.get_text_config().use_cache = False  # from here on: a cache would be a graph for each layer
     for decision in _standing_notes(config, loaded):
-        note(f"model: {_as_resumed(decision, loaded, is_adapter=is_adapter, resume=resume)}")
+        note(f"model: {_as_resumed(decision, loaded, is_adapter=config.adapter.type.is_beside, resume=resume)}")
     set_seed(config.runtime.seed)  # the adapter's initial values
     model = adapters.apply_adapter(loaded.model, config.adapter, new_ids=vocabulary.new_ids)
     if OBJECTIVES[config.objective.name].on_policy and (dropped := processes.without_dropout(model)):
@@ -153,7 +151,22 @@ def make_model(
         initial=initial,
         use_cache=use_cache,
         media=media_of(config, tokenizer.files.folder),
+        base_files=base_files(config, tokenizer) if world.is_main else {},
     )
+
+
+def base_files(config: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
+    """By what the base of an adapter is known again; of the whole model nothing, as that is in the run's folder."""
+    if keeps_base(config):
+        return artifacts.base_digests(config.output.dir / run_folder.BASE_FOLDER, None)
+    if not config.adapter.type.is_beside:
+        return {}
+    return artifacts.base_digests(artifacts.base_folder(config.model), tokenizer.files.folder)
+
+
+def keeps_base(config: RunConfig) -> bool:
+    """Whether a run saves the base of its adapter, in `run_folder.BASE_FOLDER`, as it is nowhere else."""
+    return config.adapter.type.is_beside and (bool(config.adapter.merge_first) or source_of(config.model)[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -441,6 +441,7 @@ def result_of(run: Run, started_at: str) -> RunResult:
         answers=ledger_of_answers(output, state.global_step) if OBJECTIVES[config.objective.name].on_policy else {},
         versions={"python": platform.python_version(), **_package_versions()},
         config=config.model_dump(mode="json"),
+        base_files=dict(run.setup.run_model.base_files),
     )
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 import luthier
 from luthier import prediction as trained_run
 from luthier.__main__ import run as run_command
-from luthier.cli.chat import _path
+from luthier.cli.chat import _path, media_part
 from luthier.encoding import as_prompt
 from luthier.engines import Finish, NewTokens, OnTokens, Refusal, Request
 from luthier.errors import UserError
@@ -226,7 +226,7 @@ def test_a_picture_is_shown_with_the_next_question_as_in_training(
     monkeypatch.setattr(trained_run, "open_run", lambda path, overrides: sees)
     monkeypatch.setattr("sys.stdin", io.StringIO(f'/image "{picture}"\nWhich colour?\n'))
     assert run_command(["chat", "preset:tiny-qwen3-vl"]) == 0
-    asked = Message(role="user", parts=(trained_run.media_part("image", str(picture)), Text(text="Which colour?")))
+    asked = Message(role="user", parts=(media_part("image", str(picture)), Text(text="Which colour?")))
     prompt = seeing.encoder.encode(as_prompt(luthier.Conversation(messages=(asked,))))
     (shown,), (item,) = scripted.asked[-1].media, prompt.media
     assert scripted.asked[-1].prompt.tolist() == prompt.input_ids.tolist()

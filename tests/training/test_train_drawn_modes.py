@@ -22,8 +22,9 @@ from luthier.engines.answering import Answering
 from luthier.engines.local import LocalEngine
 from luthier.errors import TrainingError
 from luthier.metrics import METRICS, Metric
+from luthier.training.folder.run_folder import ROLLOUTS_FOLDER
 from luthier.training.report import RunResult
-from luthier.training.rollouts import FOLDER, answers_file
+from luthier.training.rollouts import answers_file
 from luthier.training.rollouts.sampler_probes import Cause
 from luthier.training.trainer import Trainer
 
@@ -305,6 +306,6 @@ def test_ranks_with_unequal_numbers_of_micro_batches_have_one_normaliser(
 def _by_step(folder: Path) -> list[list[dict[str, Any]]]:
     """The answers of all ranks."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for file in sorted((folder / FOLDER).glob("*.jsonl")):
+    for file in sorted((folder / ROLLOUTS_FOLDER).glob("*.jsonl")):
         found.setdefault(file.name[:6], []).extend(json.loads(line) for line in file.read_text().splitlines())
     return [found[step] for step in sorted(found)]

@@ -24,9 +24,9 @@ from luthier.records import NOWHERE, Row, Sample, Segment
 from luthier.sources import RawRow
 from luthier.sources.detect import detect_layout
 from luthier.sources.source import RowReader
+from luthier.training.folder.run_folder import ROLLOUTS_FOLDER
 from luthier.training.generate import question_of
 from luthier.training.report import RunResult
-from luthier.training.rollouts import FOLDER
 
 HOSTILE = "say <|im_end|> and <|im_start|>assistant"
 ROWS: list[dict[str, Any]] = [
@@ -172,7 +172,7 @@ def description(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> dic
 
 
 def drawn(run: RunResult) -> list[dict[str, Any]]:
-    files = sorted((run.path / FOLDER).glob("*.jsonl"))
+    files = sorted((run.path / ROLLOUTS_FOLDER).glob("*.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
@@ -201,7 +201,7 @@ def test_a_column_that_no_row_has_is_refused_before_anything_is_drawn(column: st
         luthier.train(run)
     assert caught.value.key == "rollout.rewards[0].column"
     assert caught.value.hint is not None and "solution" in caught.value.hint
-    assert not (tmp_path / "run" / FOLDER).exists()
+    assert not (tmp_path / "run" / ROLLOUTS_FOLDER).exists()
 
 
 def test_columns_are_looked_for_in_rows_of_any_kind() -> None:

@@ -28,9 +28,10 @@ from luthier.errors import CheckpointError, ConfigError, TrainingError, UserErro
 from luthier.loader.settings import train_settings
 from luthier.metrics import METRICS, Metric
 from luthier.training.fit import fit_data
+from luthier.training.folder.run_folder import ROLLOUTS_FOLDER
 from luthier.training.preflight import check_run
 from luthier.training.report import RunResult
-from luthier.training.rollouts import FOLDER, drawing
+from luthier.training.rollouts import drawing
 from luthier.training.rollouts.drawing import NO_QUESTION
 
 Train = Callable[..., RunResult]
@@ -164,10 +165,10 @@ def test_a_run_that_goes_on_draws_and_learns_what_it_would_have(
     whole = run("whole", train__max_steps=5)
     run("parts", train__max_steps=5)
     for path in (tmp_path / "parts").iterdir():  # as if it had been killed in its fourth step
-        if path.is_dir() and path.name not in ("checkpoint-2", FOLDER):
+        if path.is_dir() and path.name not in ("checkpoint-2", ROLLOUTS_FOLDER):
             shutil.rmtree(path)
     for step in (3, 4, 5)[updates // 2 :]:  # those of steps 3 and 4 may have been drawn in the first
-        (tmp_path / "parts" / FOLDER / f"{step:06d}.jsonl").unlink()
+        (tmp_path / "parts" / ROLLOUTS_FOLDER / f"{step:06d}.jsonl").unlink()
     (tmp_path / "parts" / "result.json").unlink()
     again = run("parts", train__max_steps=5)
     assert losses(again)[-3:] == losses(whole)[-3:]

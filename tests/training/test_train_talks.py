@@ -25,7 +25,7 @@ from luthier.presets import tokenizer_folder
 from luthier.records import MediaItem, Segment
 from luthier.rewards.function_process import EnvironmentProcess, ToolBox
 from luthier.sources.source import RowsByAddress, open_sources
-from luthier.training.rollouts import FOLDER
+from luthier.training.folder.run_folder import ROLLOUTS_FOLDER
 from luthier.training.rollouts.talks import CHANGED, MALFORMED, Talks, Trajectory, answer_tree
 from tests.conftest import children
 from tests.training.tiny_runs import TINY
@@ -315,7 +315,7 @@ def run(folder: Path, code: Path, **rollout: Any) -> list[list[dict[str, Any]]]:
             "runtime": {"threads": 1},
         }
     )
-    files = sorted((folder / FOLDER).glob("*.jsonl"))
+    files = sorted((folder / ROLLOUTS_FOLDER).glob("*.jsonl"))
     steps = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     for answer in (answer for step in steps for answer in step):
         answer["logprob"] = round(answer["logprob"], 3)  # a batch of another size is rounded otherwise
@@ -334,10 +334,10 @@ def test_conversations_do_not_depend_on_their_batch_and_go_on_after_a_kill(
     parts.parent.mkdir()
     run(parts, code, max_turns=2, batch_size=1)
     for path in parts.iterdir():  # as if it had been killed in its second step
-        if path.is_dir() and path.name not in ("checkpoint-1", FOLDER):
+        if path.is_dir() and path.name not in ("checkpoint-1", ROLLOUTS_FOLDER):
             shutil.rmtree(path)
     (parts / "result.json").unlink()
-    for file in sorted((parts / FOLDER).iterdir())[2:]:
+    for file in sorted((parts / ROLLOUTS_FOLDER).iterdir())[2:]:
         file.unlink()
     assert run(parts, code, max_turns=2, batch_size=1) == whole
 

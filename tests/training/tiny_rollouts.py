@@ -12,8 +12,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from luthier.models.sharding import undivided
+from luthier.training.folder.run_folder import ROLLOUTS_FOLDER
 from luthier.training.report import RunResult
-from luthier.training.rollouts import FOLDER
 from luthier.training.rollouts.drawing import Rollouts
 
 ROLLOUT = {"prompts_per_step": 4, "answers": 3, "max_new_tokens": 6, "min_finished": 0.0, "rewards": ["evenness"]}
@@ -32,7 +32,7 @@ def evenness(expected: str, generated: str) -> float:
 
 def rollouts(folder: Path) -> list[list[dict[str, Any]]]:
     """The answers of each step."""
-    files = sorted((folder / FOLDER).glob("*.jsonl"))
+    files = sorted((folder / ROLLOUTS_FOLDER).glob("*.jsonl"))
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 

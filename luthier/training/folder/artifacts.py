@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from luthier.config.inputs import ModelConfig
 from luthier.config.objective import LOSSES, OBJECTIVES
 from luthier.config.schema import RunConfig
+from luthier.encoding import tokenizer_files
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.errors import TokenizerError
+from luthier.errors import ModelError, TokenizerError
 from luthier.ledger import rows_beside
 from luthier.media.processors.processor import PROCESSOR_FILES
 from luthier.models.adapter_files import save_adapter
-from luthier.models.model import RANDOM_WEIGHTS
+from luthier.models.model import RANDOM_WEIGHTS, source_of
 from luthier.training.report import RunResult
 from luthier.writing import counted
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 TEMPLATE_FILE, TEMPLATE_KEY = "chat_template.jinja", "chat_template"
+MOST_COMPARED = 256  # of added tokens; all of a run are added alike
 TEMPLATE_HOLDERS = ("tokenizer_config.json", *PROCESSOR_FILES)  # which may hold a chat template, too
 
 
@@ -114,19 +123,38 @@ def _copy_code(source: Path, folder: Path) -> None:
 def transformers_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
     """The run's tokenizer as an object of transformers, with the added tokens and the template of the run.
 
-    Raises `TokenizerError` if transformers gave an added token another id than the run trained with.
+    Raises `TokenizerError` if transformers gave an added token another id than the run trained with, or finds it in
+    other texts.
     """
     theirs = plain_tokenizer(tokenizer.files.folder)
-    theirs.add_tokens(list(tokenizer.added.ordinary))
-    theirs.add_tokens(list(tokenizer.added.special), special_tokens=True)
-    for token in [*tokenizer.added.ordinary, *tokenizer.added.special]:
+    added = tokenizer.added_tokens  # as objects: of a text transformers would make a token that is normalized
+    theirs.add_tokens([token for token in added if not token.special])
+    theirs.add_tokens([token for token in added if token.special], special_tokens=True)
+    for token in map(str, added):
         number = theirs.convert_tokens_to_ids(token)
         if tokenizer.token(number) != token:
             raise TokenizerError(
                 f"added token {token!r} is id {number} in transformers; "
                 f"in this run that id is {tokenizer.token(number)!r}"
             )
+    _compare_encodings(tokenizer, theirs, list(map(str, added)))
     return theirs
+
+
+def _compare_encodings(tokenizer: Tokenizer, theirs: PreTrainedTokenizerBase, added: Sequence[str]) -> None:
+    """Raise `TokenizerError` where added tokens are found in a text by one of the two and not by the other."""
+    for token in added[:MOST_COMPARED]:
+        forms = [unicodedata.normalize(form, token) for form in ("NFC", "NFD", "NFKC")]
+        text = "\n".join(f"{form} a{form}b  {form}, {form}{form}" for form in (*forms, token.upper(), token.lower()))
+        ours = tokenizer.encode_whole(text).tolist()
+        if (other := theirs.encode(text, add_special_tokens=False)) != ours:
+            place = next(n for n, pair in enumerate(zip_longest(ours, other)) if pair[0] != pair[1])
+            raise TokenizerError(
+                f"with the added token {token!r} transformers encodes {text!r} otherwise than this run, from token "
+                f"{place} on",
+                hint="add the token to the tokenizer's own files, and name their folder in model.name_or_path or "
+                "model.tokenizer_name_or_path",
+            )
 
 
 def plain_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -271,3 +299,80 @@ def _results(result: RunResult) -> list[tuple[str, str]]:
         right = sum(record.equal for record in done.records)
         rows.append((f"greedy answers exactly right at step {done.step}", f"{right} of {len(done.records)}"))
     return rows
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# By what the base of an adapter is known again, which is in no folder of the run.
+
+
+WHOLE_BYTES = 64 * 2**20  # a file up to this size is read whole
+SAMPLE_BYTES, MOST_SAMPLES = 16 * 2**10, 1024  # of each tensor of a larger file; of so many tensors of a file
+
+
+def base_folder(section: ModelConfig) -> Path | None:
+    """The folder of a model on this machine; None for one of the Hub that is not here yet."""
+    source, _ = source_of(section)
+    if Path(source).expanduser().is_dir():
+        return Path(source).expanduser()
+    found = try_to_load_from_cache(source, "config.json", cache_dir=section.cache_dir, revision=section.revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def base_digests(base: Path | None, tokenizer: Path | None) -> dict[str, str]:
+    """A digest of every file that decides what a base computes, by its name: config, weights and code of ``base``, and
+    what is read for a tokenizer in the folder ``tokenizer``. Empty where not all weights are there.
+
+    Of a large file of weights the digest covers the size, the header (names, types and shapes) and a part of each
+    tensor: training or merging changes these. What changes a few rows of a large tensor alone may be missed.
+    """
+    if base is None:
+        return {}
+    index, weights = base / SAFE_WEIGHTS_INDEX_NAME, {SAFE_WEIGHTS_NAME}
+    if not (base / SAFE_WEIGHTS_NAME).is_file() and index.is_file():
+        weights = set(json.loads(index.read_bytes())["weight_map"].values())
+    if not all((base / name).is_file() for name in weights):
+        return {}
+    read = [] if tokenizer is None else [tokenizer / name for name in tokenizer_files.FILES]
+    files = [*read, base / "config.json", *base.glob(tokenizer_files.CODE), *(base / name for name in weights)]
+    found = {path.name: _digest(path) for path in files if path.is_file()}  # a name in both is the base's
+    return dict(sorted(found.items()))
+
+
+def refuse_another_base(known: Mapping[str, str], section: ModelConfig, tokenizer: Path) -> None:
+    """Raise `ModelError` where the files of a base differ from those ``known`` from training. Those of a model of the
+    Hub that is not here yet differ in nothing."""
+    if not known:
+        return
+    found = base_digests(base_folder(section), tokenizer if TOKENIZER_FILES[0] in known else None)
+    differing = sorted(name for name in {*found, *known} if found.get(name) != known.get(name))
+    if found and differing:
+        raise ModelError(
+            f"{section.name_or_path} is not the base that the adapter was trained on: {', '.join(differing)} "
+            f"{'differs' if len(differing) == 1 else 'differ'} from training",
+            hint="put those files back; or, to have the adapter answer on this base all the same, describe that: "
+            "model: BASE, adapter: {name_or_path: RUN/model}, train: {enabled: false}",
+        )
+
+
+def _digest(path: Path) -> str:
+    """The size of a file and a hash of its bytes, or of some of them."""
+    size, digest = path.stat().st_size, hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        for start, length in [(0, size)] if size <= WHOLE_BYTES else _samples(path, size):
+            file.seek(start)
+            digest.update(file.read(length))
+    return f"{size}-{digest.hexdigest()}"
+
+
+def _samples(path: Path, size: int) -> Iterator[tuple[int, int]]:
+    """Where to look in a large file: the header of safetensors and the middle of its tensors; else the beginning."""
+    with path.open("rb") as file:
+        begin = 8 + int.from_bytes(file.read(8), "little")
+        tensors: list[list[int]] = []
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            header = json.loads(file.read(begin - 8)) if begin < size else {}
+            tensors = sorted(entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
+    yield 0, begin if tensors else WHOLE_BYTES
+    for start, end in tensors[:: -(-len(tensors) // MOST_SAMPLES) or 1]:
+        length = min(SAMPLE_BYTES, end - start)
+        yield begin + start + (end - start - length) // 2, length

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,11 +23,23 @@ from luthier.records import Address, Batch
 from luthier.training.folder import FILES
 from luthier.training.folder import checkpoint as checkpoints
 from luthier.training.folder.state import has_state
-from luthier.training.report import LOG_FILE, RESULT_FILE
+from luthier.training.report import LOG_FILE, LOSS_PNG, REPORT_HTML, REPORT_JSON, RESULT_FILE
 from luthier.training.report.events import EventListener, Note
 from luthier.writing import JsonObject, counted
 
 MODEL_FOLDER, MERGED_FOLDER, INITIAL_ADAPTER = "model", "merged", "initial_adapter"
+BASE_FOLDER = "base"  # of an adapter whose base is nowhere else: random weights, or adapters were merged first
+ROLLOUTS_FOLDER, WEIGHTS_FOLDER = "rollouts", "weights"  # answers of each step; what samplers were given
+PREDICTIONS_FOLDER = "predictions"
+LOST_FILE = "lost_media.jsonl"
+
+# Everything that a run leaves, or that is made of it. `RUN_CONFIG` is beside it, and says whose it is. The lists of
+# lost rows (``quarantine.jsonl``) are of the data, and each preparation writes them anew.
+LEFT_FOLDERS = (
+    MODEL_FOLDER, MERGED_FOLDER, f"{MERGED_FOLDER}.{checkpoints.BROKEN}", BASE_FOLDER, INITIAL_ADAPTER,
+    ROLLOUTS_FOLDER, WEIGHTS_FOLDER,
+)  # fmt: skip
+LEFT_FILES = (RESULT_FILE, REPORT_JSON, REPORT_HTML, LOSS_PNG, LOG_FILE, LOST_FILE)
 
 # What may differ between a run and the run that goes on from it: places, views, and how a step is shared out (that the
 # steps are the same is checked against the loader's state).
@@ -35,21 +49,26 @@ FREE = (
     "train.per_device_train_batch_size", "runtime.seed", "data.max_length", "train.packing",
 )  # fmt: skip
 
+WRITTEN_TO: dict[str, Any] = {
+    "output": True, "tracking": True, "export": True, "rollout": {"engine": {"weights": True}},
+}  # fmt: skip
+"""What of a description names places that are written to, or nothing on disk."""
+
 LENGTHS = ("train.max_steps", "train.num_train_epochs")  # a run may be made longer, also once it has finished
 
 
 def open_run_folder(config: RunConfig, report: Callable[[str], None]) -> Path | None:
     """Prepare ``output.dir`` (main process only) and return the checkpoint to go on from, if any.
 
-    Raises `CheckpointError` where the folder holds a run with another configuration or a finished run without
-    checkpoints, where ``output.resume`` names a checkpoint that cannot be used, and where nothing can be written.
+    Where the run begins anew, nothing of an earlier one stays there. Raises `CheckpointError` where the folder holds a
+    run with another configuration or a finished run without checkpoints, where ``output.resume`` names a checkpoint
+    that cannot be used, where this run reads what would be deleted, and where nothing can be written.
     """
     run = config.output.dir
     FILES.make_folder(run)
     checkpoints.clean_leftovers(run)
     checkpoints.check_writable(run)
     if config.output.overwrite:
-        _clear(run)
         found = None
     elif config.output.resume == "never":
         _refuse_existing(run)
@@ -59,7 +78,8 @@ def open_run_folder(config: RunConfig, report: Callable[[str], None]) -> Path | 
     else:
         found = _resume_named(Path(config.output.resume).expanduser(), run, report)
     if found is None:
-        FILES.remove_file(run / LOST_FILE)
+        _refuse_to_clear(config)
+        _clear(run, with_checkpoints=config.output.overwrite)
     write_run_config(config, run)
     return found
 
@@ -85,11 +105,14 @@ def place_to_feed(config: RunConfig) -> FeedPlace | None:
 def check_run_folder(config: RunConfig) -> None:
     """Raise `CheckpointError` where the folder holds a run that this one may not go on from. Nothing is written."""
     run, output = config.output.dir, config.output
-    if output.overwrite or not run.is_dir():
+    if not run.is_dir():
         return
-    if output.resume == "never":
+    there = checkpoints.checkpoints(run)
+    if output.resume == "never" and not output.overwrite:
         _refuse_existing(run)
-    elif output.resume == "auto" and (checkpoints.checkpoints(run) or (run / RESULT_FILE).exists()):
+    if output.overwrite or output.resume == "never" or (output.resume == "auto" and not there):
+        _refuse_to_clear(config)
+    if output.resume == "auto" and not output.overwrite and (there or (run / RESULT_FILE).exists()):
         _refuse_another(run, config)
 
 
@@ -170,13 +193,51 @@ def _refuse_existing(run: Path) -> None:
         )
 
 
-def _clear(run: Path) -> None:
-    """Delete what a run leaves, by name; anything else in the folder stays."""
-    for folder in [*run.glob("checkpoint-*"), *(run / name for name in (MODEL_FOLDER, MERGED_FOLDER, INITIAL_ADAPTER))]:
-        if folder.is_dir():
-            FILES.remove_folder(folder)
-    for name in (RESULT_FILE, LOG_FILE, RUN_CONFIG):  # the last one says whose the others are
-        FILES.remove_file(run / name)
+def _left(run: Path, *, with_checkpoints: bool) -> list[Path]:
+    """What a run has left in a folder, and is there; nothing where none has begun there: it is the user's own then.
+    `RUN_CONFIG`, which says whose the others are, comes last."""
+    if not (run / RUN_CONFIG).exists() and not (run / RESULT_FILE).exists() and not checkpoints.checkpoints(run):
+        return []
+    names: tuple[str, ...] = LEFT_FOLDERS
+    if (run / MODEL_FOLDER).is_dir():  # else they are of a model before its training, which may use this folder
+        names = (*names, PREDICTIONS_FOLDER)
+    found = [*(sorted(run.glob("checkpoint-*")) if with_checkpoints else []), *(run / name for name in names)]
+    files = [run / name for name in (*LEFT_FILES, RUN_CONFIG)]
+    return [*(folder for folder in found if folder.is_dir()), *(file for file in files if file.is_file())]
+
+
+def _clear(run: Path, *, with_checkpoints: bool) -> None:
+    """Delete what a run has left, by name; anything else in the folder stays. Checkpoints that are set aside stay, too,
+    unless ``with_checkpoints``."""
+    for path in _left(run, with_checkpoints=with_checkpoints):
+        (FILES.remove_folder if path.is_dir() else FILES.remove_file)(path)
+
+
+def _refuse_to_clear(config: RunConfig) -> None:
+    """Raise `CheckpointError` where the run reads files that would be deleted, such as the model of the run before."""
+    output = config.output
+    left = [path.resolve() for path in _left(output.dir, with_checkpoints=output.overwrite)]
+    for key, text in _texts(config.model_dump(mode="json", exclude=WRITTEN_TO), ""):
+        with suppress(OSError, ValueError, RuntimeError):  # not every text can be a path
+            path = Path(text).expanduser().resolve()
+            if any(path.is_relative_to(each) for each in left):
+                raise CheckpointError(
+                    f"{key} names {text}, which an earlier run has left in {output.dir}, and this run would delete it "
+                    "as it begins anew there",
+                    hint="choose another output.dir",
+                )
+
+
+def _texts(tree: object, at: str) -> Iterator[tuple[str, str]]:
+    """All texts of a description, each with its key: ``("data.train[0].path", "rows.jsonl")``."""
+    if isinstance(tree, str):
+        yield at, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _texts(value, f"{at}.{key}" if at else str(key))
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from _texts(value, f"{at}[{index}]")
 
 
 def _read_run_config(run: Path) -> dict[str, object]:
@@ -218,7 +279,6 @@ def _flatten(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
 # ---------------------------------------------------------------------- rows whose media are gone when their turn comes
 
 
-LOST_FILE = "lost_media.jsonl"
 MAX_TOLD = 10  # of a run; the file has them all
 UNREADABLE_LINE = "unreadable line of lost_media.jsonl"  # a note of the ledger: a row was lost, and which is not known
 

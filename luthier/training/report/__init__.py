@@ -23,6 +23,7 @@ from luthier.writing import counted
 
 RESULT_FILE = "result.json"
 LOG_FILE = "log.jsonl"
+REPORT_JSON, REPORT_HTML, LOSS_PNG = "report.json", "report.html", "loss.png"
 ACCURACIES, MARGINS = "rewards/accuracies", "rewards/margins"
 ENTROPY = "entropy"
 REWARDS = ("rewards/chosen", "rewards/rejected")
@@ -222,6 +223,7 @@ class RunResult:
     answers: dict[str, Any] = field(default_factory=dict)  # of those that the run drew: see `ledger_of_answers`
     versions: dict[str, str] = field(default_factory=dict)  # python, torch, transformers, peft, luthier
     config: dict[str, Any] = field(default_factory=dict)  # the resolved `RunConfig`, in JSON types
+    base_files: dict[str, str] = field(default_factory=dict)  # of an adapter: a digest of each file of its base
 
     @property
     def exit_code(self) -> int:

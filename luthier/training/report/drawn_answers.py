@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from luthier.errors import UserError
-from luthier.training.rollouts import FOLDER
+from luthier.training.folder.run_folder import ROLLOUTS_FOLDER
 from luthier.writing import counted
 
 LAST_SHARE, MOST_FILES = 0.1, 20  # of the steps, which the report looks at
@@ -80,13 +80,13 @@ class LoggedGroup:
 
 def logged_steps(run: Path) -> list[int]:
     """The steps whose answers are in a run's folder, ascending."""
-    return sorted({int(path.name.partition(".")[0]) for path in (run / FOLDER).glob("[0-9]*.jsonl")})
+    return sorted({int(path.name.partition(".")[0]) for path in (run / ROLLOUTS_FOLDER).glob("[0-9]*.jsonl")})
 
 
 def read_groups(run: Path, step: int, row: int | None = None) -> list[LoggedGroup]:
     """The groups of one step, or those of one row of the data, by its number. Raises `UserError`."""
     groups: dict[tuple[str, str], list[LoggedAnswer]] = {}
-    for path in sorted((run / FOLDER).glob(f"{step:06d}.*jsonl")):
+    for path in sorted((run / ROLLOUTS_FOLDER).glob(f"{step:06d}.*jsonl")):
         for number, line in enumerate(path.read_bytes().splitlines(), start=1):
             try:
                 answer = msgspec.json.decode(line, type=LoggedAnswer)
@@ -105,7 +105,7 @@ def chosen_groups(run: Path, *, step: int | None = None, row: int | None = None)
     steps = logged_steps(run)
     if not steps:
         raise UserError(
-            f"{run} has no drawn answers: there is no file in {FOLDER}/",
+            f"{run} has no drawn answers: there is no file in {ROLLOUTS_FOLDER}/",
             hint="name the output.dir of a run with objective: rl",
         )
     if step is not None and step not in steps:

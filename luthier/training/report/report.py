@@ -22,11 +22,20 @@ from rich.text import Text
 
 from luthier.ledger import rows_beside
 from luthier.terminal import facts_table, plain_table
-from luthier.training.report import ACCURACIES, MARGINS, REWARDS, Ended, GenerationRound, RunResult, plots
+from luthier.training.report import (
+    ACCURACIES,
+    LOSS_PNG,
+    MARGINS,
+    REPORT_HTML,
+    REPORT_JSON,
+    REWARDS,
+    Ended,
+    GenerationRound,
+    RunResult,
+    plots,
+)
 from luthier.training.report.drawn_answers import AnswersOfRun, answers_of_run, numbers_of, page_templates
 from luthier.writing import counted, to_json, write_text
-
-REPORT_JSON, REPORT_HTML, LOSS_PNG = "report.json", "report.html", "loss.png"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

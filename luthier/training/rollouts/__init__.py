@@ -25,6 +25,7 @@ from luthier.objectives.policy_losses import Advantage, advantages
 from luthier.records import Batch, DrawnInStep, Pack, PolicyTargets, Segment, Unit
 from luthier.rewards.judging import DrawnAnswer, Judged
 from luthier.sources.formats.turns import message_row
+from luthier.training.folder.run_folder import ROLLOUTS_FOLDER
 from luthier.training.generate import Question
 from luthier.training.rollouts.talks import AnswerTree, ModelCall, Trajectory, answer_tree
 from luthier.writing import JsonObject, write_text
@@ -255,12 +256,10 @@ def _pairs(batch: Batch, answers_K: NDArray[np.int64]) -> tuple[Unit, ...]:
 #
 # A step that is done again writes both again, so that what is added up over the finished steps counts each answer once.
 
-FOLDER = "rollouts"  # in the run's folder: a file of answers for each step
-
 
 def answers_file(folder: Path, step: int, rank: int) -> Path:
     """Of a step, counted from 0, on one rank."""
-    return folder / FOLDER / f"{step + 1:06d}{f'.rank{rank}' if rank else ''}.jsonl"
+    return folder / ROLLOUTS_FOLDER / f"{step + 1:06d}{f'.rank{rank}' if rank else ''}.jsonl"
 
 
 def write_answers(
@@ -311,7 +310,7 @@ def write_counts(path: Path, fates: Counter[str]) -> None:
 
 def remove_other_ranks(folder: Path, step: int, size: int) -> None:
     """Files of a step, counted from 0, that more ranks than the ``size`` of now have left before a kill."""
-    for path in (folder / FOLDER).glob(f"{step + 1:06d}.rank*.json*"):
+    for path in (folder / ROLLOUTS_FOLDER).glob(f"{step + 1:06d}.rank*.json*"):
         rank = path.name.split(".")[1].removeprefix("rank")
         if rank.isdecimal() and int(rank) >= size:
             path.unlink(missing_ok=True)
@@ -323,7 +322,7 @@ def ledger_of_answers(folder: Path, num_steps: int) -> JsonObject:
     ``steps_without_counts`` finished steps whose file is lost. Nothing, where no step has any."""
     fates: Counter[str] = Counter()
     counted, waiting = set(), 0
-    for path in sorted((folder / FOLDER).glob(f"*{COUNTS}")):
+    for path in sorted((folder / ROLLOUTS_FOLDER).glob(f"*{COUNTS}")):
         step, found = int(path.name.partition(".")[0]), json.loads(path.read_text())
         if step > num_steps:
             waiting += sum(found.values())

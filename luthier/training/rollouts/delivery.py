@@ -50,6 +50,7 @@ from luthier.models.vocabulary import Vocabulary
 from luthier.training.callbacks import Hooks
 from luthier.training.folder import FILES
 from luthier.training.folder.checkpoint import replacing
+from luthier.training.folder.run_folder import WEIGHTS_FOLDER
 from luthier.training.generate import Question
 from luthier.training.processes import summed_over_ranks
 from luthier.training.ray_actors import enter, given, start_actors
@@ -208,7 +209,6 @@ def ray_samplers(config: RunConfig, root: Path, *, ranks: int, closing: ExitStac
 
 Told = TypeVar("Told")
 
-WEIGHTS = "weights"  # the folder in the run's, where none is named
 CANARIES, CANARY_TOKENS = 2, 256  # sequences that are scored after each delivery, and the most tokens of each
 TIMES_THE_FIRST = 4.0  # times a server's first gap is still expected
 MOST_OF_FIRST = 0.3  # nats a token; a model in 16 bits is 0.02 apart
@@ -370,7 +370,7 @@ def delivery_of(
         )
         for url in engine.url
     ]
-    root = (engine.weights or config.output.dir / WEIGHTS).expanduser().resolve()
+    root = (engine.weights or config.output.dir / WEIGHTS_FOLDER).expanduser().resolve()
     if engine.ray is not None:
         samplers += ray_samplers(config, root, ranks=world.size, closing=hooks.closing)
     return Delivery(
