@@ -19,6 +19,7 @@ from luthier.errors import ModelError, RowError
 from luthier.models import output_layer, plain_model
 from luthier.writing import counted
 
+RESIZED = "embedding resized"  # how the note of a table begins that has grown
 VOCABULARY_MULTIPLE = 64  # round sizes multiply faster
 
 
@@ -113,7 +114,7 @@ def fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Voc
     noise = f", with noise of {section.new_token_noise:g} times the spread" if section.new_token_noise else ""
     begun = described if vocabulary.described else ""
     start = f"the new ones start {begun}as the mean of the old ones{noise}"
-    return [f"embedding resized from {rows:,} to {counted(vocabulary.size, 'row')}; {start}"]
+    return [f"{RESIZED} from {rows:,} to {counted(vocabulary.size, 'row')}; {start}"]
 
 
 def _begin(model: PreTrainedModel, numbers: list[int], vocabulary: Vocabulary, *, old: int, noise: float) -> None:

@@ -44,8 +44,8 @@ from luthier.records import Conversation, Message, Text, ToolCall
 from luthier.rendering.replies import ReplyDelta, joined
 from luthier.rendering.trained_turns import THINKING_SWITCHES
 from luthier.sources.formats.turns import as_row
-from luthier.training.assemble import RunModel, keeps_base
-from luthier.training.folder.artifacts import TEMPLATE_FILE, refuse_another_base
+from luthier.training.assemble import RunModel
+from luthier.training.folder.artifacts import TEMPLATE_FILE, keeps_base, refuse_another_base
 from luthier.training.folder.checkpoint import read_json
 from luthier.training.folder.run_folder import BASE_FOLDER, MODEL_FOLDER
 from luthier.training.folder.state import unreadable

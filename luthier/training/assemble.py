@@ -37,7 +37,7 @@ from luthier.models import (
     undrawn,
     unsharded_class,
 )
-from luthier.models.model import RANDOM_WEIGHTS, LoadedModel, load_model, quantize_whole, run_precision, source_of
+from luthier.models.model import RANDOM_WEIGHTS, LoadedModel, load_model, quantize_whole, run_precision
 from luthier.models.passes import ROUTER_LOSS
 from luthier.models.vocabulary import Vocabulary, rows_left_out
 from luthier.objectives.policy_losses import Advantage
@@ -50,7 +50,7 @@ from luthier.training import initial_adapter, optimizer, processes, streams
 from luthier.training.callbacks import EarlyStopping, Flow, Hooks, Journal, Meter, Unreached
 from luthier.training.data import RunData
 from luthier.training.folder import artifacts, run_folder
-from luthier.training.folder.checkpoint import OBJECTIVE_STATE, checkpoint_step, write_json
+from luthier.training.folder.checkpoint import BASE_FILES, OBJECTIVE_STATE, checkpoint_step, write_json
 from luthier.training.folder.run_folder import LostMediaRows
 from luthier.training.losses import ObjectiveParts, StepLosses, names_of_drawing
 from luthier.training.losses.objective import kernel_name, make_losses, model_pass
@@ -78,7 +78,7 @@ class RunModel:
     initial: Path | None
     use_cache: bool  # what the saved config is to say; training has it off
     media: MediaInputs | None = None  # of a multimodal model
-    base_files: Mapping[str, str] = field(default_factory=dict)  # digests of an adapter's base, on the main process
+    base_files: Mapping[str, str] = field(default_factory=dict)  # digests of an adapter's base
 
     @property
     def processor(self) -> Path | None:
@@ -114,7 +114,7 @@ def make_model(
     loaded = replace(loaded, model=adapter_files.merge_first(loaded.model, config.adapter))
     if merged and few_bits:
         note("model: it came quantized, and has whole weights since adapters were merged into it")
-    if keeps_base(config):
+    if artifacts.keeps_base(config):
         base = (config.output.dir / run_folder.BASE_FOLDER).resolve()
         if world.is_main:
             artifacts.save_model(loaded.model, base, tokenizer)
@@ -151,22 +151,15 @@ def make_model(
         initial=initial,
         use_cache=use_cache,
         media=media_of(config, tokenizer.files.folder),
-        base_files=base_files(config, tokenizer) if world.is_main else {},
+        base_files=base_files(config, tokenizer),
     )
 
 
 def base_files(config: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """By what the base of an adapter is known again; of the whole model nothing, as that is in the run's folder."""
-    if keeps_base(config):
-        return artifacts.base_digests(config.output.dir / run_folder.BASE_FOLDER, None)
-    if not config.adapter.type.is_beside:
+    """By what the base of an adapter is known again; nothing where it is in the run's folder, or there is none."""
+    if artifacts.keeps_base(config) or not config.adapter.type.is_beside:
         return {}
     return artifacts.base_digests(artifacts.base_folder(config.model), tokenizer.files.folder)
-
-
-def keeps_base(config: RunConfig) -> bool:
-    """Whether a run saves the base of its adapter, in `run_folder.BASE_FOLDER`, as it is nowhere else."""
-    return config.adapter.type.is_beside and (bool(config.adapter.merge_first) or source_of(config.model)[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,6 +224,8 @@ def make_trainer(setup: RunSetup) -> Trainer:
         run_folder.write_run_config(config, folder)
         if state := losses.state():
             write_json(folder / OBJECTIVE_STATE, state)
+        if run_model.base_files:
+            write_json(folder / BASE_FILES, dict(run_model.base_files))
 
     parts = TrainerParts(
         config=config,

@@ -43,6 +43,7 @@ from luthier.training.callbacks import AnsweringBetween, EarlyStopping, Hooks, S
 from luthier.training.data import RunData, open_run_data, summary_of
 from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import (
+    BASE_FILES,
     OBJECTIVE_STATE,
     UnusableCheckpoint,
     broken_checkpoints,
@@ -194,6 +195,8 @@ def _set_up(
         step = -1 if resume is None else checkpoint_step(resume)  # -1: drop even the evaluation before training
         listeners[:] = [listener for listener in listeners if not isinstance(listener, events.LogFile)]
         listeners.append(events.LogFile(config.output.dir / LOG_FILE, step=step, tell=hooks.tell))
+    if tokenizer.added_tokens:
+        artifacts.transformers_tokenizer(tokenizer)  # raises now what saving would raise after hours
     setup = RunSetup(
         config=config,
         tokenizer=tokenizer,
@@ -204,6 +207,8 @@ def _set_up(
         resume=resume,
     )
     if resume is not None and state is not None:
+        if (resume / BASE_FILES).is_file():
+            artifacts.refuse_another_base(read_json(resume / BASE_FILES), config.model, tokenizer.files.folder)
         streams.check_rows(state, streams.loader_state(schedule, data, state.step), resume)
     trainer = make_trainer(setup)
     return Run(setup=setup, trainer=trainer, summary=summarise_model(setup, trainer))

@@ -10,14 +10,17 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file as save_numpy
+from safetensors.torch import load_file, save_file
 
 import luthier
 from luthier import prediction as trained_run
 from luthier.__main__ import run as run_command
 from luthier.engines import Completion, Engine, Finish, Request
-from luthier.errors import UserError
+from luthier.errors import ModelError, UserError
 from luthier.prediction import predicting
 from luthier.presets import model_folder, tokenizer_folder
+from luthier.training.folder import artifacts
 from luthier.training.report import GenerationRound, RunResult
 from tests.conftest import SHARE, refused, served_json
 
@@ -100,6 +103,77 @@ def test_a_run_of_all_weights_with_settings_of_its_own_answers_as_it_did_whereve
     assert len(told(found)) == ROWS
     assert not result.path.exists(), "nothing is written where the folder was"
     assert "assistant:calm" in lines(found)[0]["prompt"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(trained(tmp_path_factory.mktemp("bases") / "run", {"type": "full"}).path) / "model"
+
+
+def change_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    weights = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    weights["model.norm.weight"] += 1e-3
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def test_an_adapter_answers_on_its_base_wherever_that_is_and_not_on_another(tmp_path: Path, base: Path) -> None:
+    own = Path(shutil.copytree(base, tmp_path / "base"))
+    run = trained(tmp_path / "run", {"type": "lora"}, model=str(own)).path
+    moved = Path(shutil.copytree(own, tmp_path / "moved"))
+    (moved / "README.md").write_text("another card")
+    assert trained_run.open_run(run, [f"model.name_or_path={moved}"]).config.model.name_or_path == str(moved)
+    (own / "tokenizer_config.json").write_text((own / "tokenizer_config.json").read_text() + " ")
+    with pytest.raises(ModelError, match=r"tokenizer_config.json is another file"):
+        trained_run.open_run(run)
+    change_weights(moved)
+    with pytest.raises(ModelError, match=r"model.safetensors is another file"):
+        luthier.predict(run, overrides=[f"model.name_or_path={moved}"])
+    described = {"model": str(moved), "data": {}, "adapter": {"type": "lora", "name_or_path": f"{run}/model"}}
+    path = tmp_path / "described.json"
+    path.write_text(json.dumps({**described, "train": {"enabled": False}}))
+    assert trained_run.open_run(path).load().model is not None, "the way out that is told"
+
+
+def test_a_base_that_another_run_has_left_does_not_answer(tmp_path: Path, base: Path) -> None:
+    """Whose base is in the folder is said by the run, not by what lies there."""
+    run = trained(tmp_path / "run", {"type": "lora"}, model=str(base)).path
+    shutil.copytree(base, run / "base")
+    assert trained_run.open_run(run).config.model.name_or_path == str(base)
+
+
+def test_a_base_that_only_the_run_has_is_not_replaced_by_another(lora: RunResult, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(lora.path, tmp_path / "run"))
+    assert trained_run.open_run(run).config.model.name_or_path == str(run / "base")
+    shutil.rmtree(run / "base")
+    with pytest.raises(ModelError, match="base is missing"):
+        trained_run.open_run(run)
+
+
+def test_a_run_does_not_go_on_with_another_base(tmp_path: Path, base: Path) -> None:
+    own = Path(shutil.copytree(base, tmp_path / "base"))
+    more: dict[str, Any] = {"model": str(own), "eval": {"strategy": "no"}}
+    saved = {"dir": str(tmp_path / "run"), "save_strategy": "steps", "save_steps": 4}
+    trained(tmp_path / "run", {"type": "lora"}, output=saved, **more)
+    longer = {"max_steps": 9, "learning_rate": 0.01, "per_device_train_batch_size": 2, "precision": "fp32"}
+    change_weights(own)
+    with pytest.raises(ModelError, match=r"model.safetensors is another file"):
+        trained(tmp_path / "run", {"type": "lora"}, output=saved, train=longer, **more)
+
+
+def test_a_large_file_is_known_again_by_parts_of_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifacts, "WHOLE_BYTES", 1000)
+    path, rng = tmp_path / "model.safetensors", np.random.default_rng(0)
+    weights = {f"layer.{n}": rng.normal(size=(64, 300)).astype(np.float32) for n in range(3)}
+    save_numpy(weights, path)
+    first = artifacts._digest(path)
+    save_numpy(weights, path)
+    assert artifacts._digest(path) == first
+    for name in weights:
+        save_numpy({**weights, name: weights[name] + 1e-3}, path)
+        assert artifacts._digest(path) != first
+    save_numpy({"other" if name == "layer.1" else name: value for name, value in weights.items()}, path)
+    assert artifacts._digest(path) != first, "another name, the same numbers"
 
 
 @pytest.mark.parametrize(("packing", "weight"), [("best_fit", 1.0), ("none", 1.0), ("none", 0.5)])

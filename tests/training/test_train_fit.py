@@ -22,6 +22,7 @@ from luthier.errors import CheckpointError, TrainingError, UserError
 from luthier.records import Segment
 from luthier.training import fit as fit_module
 from luthier.training.fit import fit_data
+from luthier.training.folder.run_folder import check_run_folder
 from luthier.training.report import Ended, RunResult
 from luthier.training.report.events import Event, Note, Saved, StepDone
 
@@ -342,6 +343,62 @@ def test_overwrite_starts_anew_and_leaves_other_files_alone(train: Train, tmp_pa
     assert again.resumed_from is None and [s.step for s in again.steps] == [1, 2]
     assert not list((tmp_path / "run").glob("checkpoint-*"))
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+LEFT_BY_OTHERS = ("base", "merged", "rollouts", "weights", "predictions")
+
+
+@pytest.mark.parametrize("how", [{"output__overwrite": True}, {"output__resume": "never"}, {}])
+def test_a_run_that_begins_anew_finds_nothing_of_the_one_before(
+    train: Train, tmp_path: Path, how: dict[str, Any]
+) -> None:
+    """Of a run that has failed in its first step, but where it is overwritten; what is the user's own stays."""
+    run = tmp_path / "run"
+    if how.get("output__overwrite"):
+        train(DATA)
+    else:
+        with pytest.raises(UserError, match="no held-out rows"):
+            train(make_data(DATA.train), eval__generate_rows=2)
+        (run / "log.jsonl").unlink(missing_ok=True)
+        (run / "model").mkdir()
+    (run / "checkpoint-9.broken").mkdir()
+    for folder in (*LEFT_BY_OTHERS, "mine"):
+        (run / folder).mkdir()
+        (run / folder / "file").write_text("of the run before")
+    for file in ("report.json", "report.html", "loss.png"):
+        (run / file).write_text("of the run before")
+    train(DATA, **how)
+    there = {path.name for path in run.iterdir()}
+    assert not there & {*LEFT_BY_OTHERS, "report.json", "report.html", "loss.png"}
+    assert "mine" in there and ("checkpoint-9.broken" in there) != bool(how.get("output__overwrite"))
+
+
+def test_a_folder_where_no_run_has_begun_loses_nothing(train: Train, tmp_path: Path) -> None:
+    for folder in LEFT_BY_OTHERS:
+        (tmp_path / "run" / folder).mkdir(parents=True)
+    train(DATA, output__overwrite=True)
+    assert all((tmp_path / "run" / folder).is_dir() for folder in LEFT_BY_OTHERS)
+
+
+def test_predictions_of_a_model_before_its_training_stay(train: Train, tmp_path: Path) -> None:
+    """They may be in the folder of a run that has failed since."""
+    with pytest.raises(UserError, match="no held-out rows"):
+        train(make_data(DATA.train), eval__generate_rows=2)
+    (tmp_path / "run" / "predictions").mkdir()
+    train(DATA)
+    assert (tmp_path / "run" / "predictions").is_dir()
+
+
+def test_a_run_does_not_delete_what_it_reads(train: Train, tmp_path: Path) -> None:
+    train(DATA)
+    model = tmp_path / "run" / "model"
+    anew: dict[str, Any] = {"output__overwrite": True, "model__name_or_path": str(model)}
+    with pytest.raises(CheckpointError, match=r"model\.name_or_path"):
+        check_run_folder(make_config(tmp_path / "run", **anew))
+    with pytest.raises(CheckpointError, match=r"model\.name_or_path"):
+        train(DATA, **anew)
+    assert (model / "config.json").is_file()
+    check_run_folder(make_config(tmp_path / "other", **anew))  # control
 
 
 def test_never_refuses_a_folder_with_a_run_and_a_finished_run_without_checkpoints_is_not_overwritten(

@@ -28,12 +28,14 @@ from luthier.ledger import rows_beside
 from luthier.media.processors.processor import PROCESSOR_FILES
 from luthier.models.adapter_files import save_adapter
 from luthier.models.model import RANDOM_WEIGHTS, source_of
+from luthier.models.vocabulary import RESIZED
 from luthier.training.report import RunResult
 from luthier.writing import counted
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 TEMPLATE_FILE, TEMPLATE_KEY = "chat_template.jinja", "chat_template"
 MOST_COMPARED = 256  # of added tokens; all of a run are added alike
+LOADING = "## Loading"  # a heading of an adapter's model card
 TEMPLATE_HOLDERS = ("tokenizer_config.json", *PROCESSOR_FILES)  # which may hold a chat template, too
 
 
@@ -180,6 +182,8 @@ def model_card(result: RunResult, config: RunConfig) -> str:
     if base.count("/") == 1 and not base.startswith((".", "/", "~", "preset:")) and not Path(base).exists():
         head.append(f"base_model: {base}")
     lines = [*head, "---", "", f"# {title}", "", *_intro(result, base, is_adapter=is_adapter), ""]
+    if is_adapter and (way := _loading(result, config)):
+        lines += [LOADING, "", *way, ""]
     for heading, rows in (
         ("Data", _data(result)),
         ("Training", _training(result, config)),
@@ -200,6 +204,32 @@ def _intro(result: RunResult, base: str, *, is_adapter: bool) -> list[str]:
     what = f"A {result.adapter} adapter for {start}" if is_adapter else f"{start}, trained ({result.adapter})"
     ended = "" if result.ended == "completed" else f" Training was {result.ended.replace('_', ' ')}."
     return [f"{what}, made with Luthier {result.versions.get('luthier', '')}.{ended}"]
+
+
+def _loading(result: RunResult, config: RunConfig) -> list[str]:
+    """How the base is made what it was in training, where PEFT alone does not do so; nothing where it does."""
+    section, kind = config.model, result.model.architecture
+    rows = [note.partition(" to ")[2].split()[0] for note in result.model.notes if note.startswith(RESIZED)]
+    if keeps_base(config) or not (section.config_overrides or rows):
+        return []
+    why = ["another config.json"] * bool(section.config_overrides) + ["rows for new tokens"] * bool(rows)
+    head = {} if OBJECTIVES[config.objective.name].has_head else {"num_labels": 1}
+    changed = {**section.config_overrides, **head}
+    return [
+        f"In training the base had {' and '.join(why)}, which PEFT does not know of. Load it so:",
+        "",
+        "```python",
+        "from peft import PeftModel",
+        f"from transformers import AutoConfig, PretrainedConfig, {kind}",
+        "",
+        f'base, adapter = {section.name_or_path!r}, "."  # the adapter is in the folder of this file',
+        "settings, _ = PretrainedConfig.get_config_dict(base)",
+        f"config = AutoConfig.for_model(**{{**settings, **{changed!r}}})",
+        f"model = {kind}.from_pretrained(base, config=config)",
+        *(f"model.resize_token_embeddings({int(count.replace(',', ''))}, mean_resizing=False)" for count in rows),
+        "model = PeftModel.from_pretrained(model, adapter)",
+        "```",
+    ]
 
 
 def _data(result: RunResult) -> list[tuple[str, str]]:
@@ -302,7 +332,12 @@ def _results(result: RunResult) -> list[tuple[str, str]]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# By what the base of an adapter is known again, which is in no folder of the run.
+# The base of an adapter: whether it is in the run's folder, and by what it is known again where it is not.
+
+
+def keeps_base(config: RunConfig) -> bool:
+    """Whether a run saves the base of its adapter, in `run_folder.BASE_FOLDER`, as it is nowhere else."""
+    return config.adapter.type.is_beside and (bool(config.adapter.merge_first) or source_of(config.model)[1])
 
 
 WHOLE_BYTES = 64 * 2**20  # a file up to this size is read whole
@@ -318,7 +353,7 @@ def base_folder(section: ModelConfig) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def base_digests(base: Path | None, tokenizer: Path | None) -> dict[str, str]:
+def base_digests(base: Path | None, tokenizer: Path) -> dict[str, str]:
     """A digest of every file that decides what a base computes, by its name: config, weights and code of ``base``, and
     what is read for a tokenizer in the folder ``tokenizer``. Empty where not all weights are there.
 
@@ -329,28 +364,32 @@ def base_digests(base: Path | None, tokenizer: Path | None) -> dict[str, str]:
         return {}
     index, weights = base / SAFE_WEIGHTS_INDEX_NAME, {SAFE_WEIGHTS_NAME}
     if not (base / SAFE_WEIGHTS_NAME).is_file() and index.is_file():
-        weights = set(json.loads(index.read_bytes())["weight_map"].values())
+        with suppress(ValueError, KeyError, TypeError):  # whoever loads it tells what is wrong with it
+            weights = set(json.loads(index.read_bytes())["weight_map"].values())
     if not all((base / name).is_file() for name in weights):
         return {}
-    read = [] if tokenizer is None else [tokenizer / name for name in tokenizer_files.FILES]
-    files = [*read, base / "config.json", *base.glob(tokenizer_files.CODE), *(base / name for name in weights)]
+    files = [
+        *(tokenizer / name for name in tokenizer_files.FILES),
+        base / "config.json",
+        *base.glob(tokenizer_files.CODE),
+        *(base / name for name in weights),
+    ]
     found = {path.name: _digest(path) for path in files if path.is_file()}  # a name in both is the base's
     return dict(sorted(found.items()))
 
 
-def refuse_another_base(known: Mapping[str, str], section: ModelConfig, tokenizer: Path) -> None:
-    """Raise `ModelError` where the files of a base differ from those ``known`` from training. Those of a model of the
-    Hub that is not here yet differ in nothing."""
-    if not known:
-        return
-    found = base_digests(base_folder(section), tokenizer if TOKENIZER_FILES[0] in known else None)
+def refuse_another_base(known: Mapping[str, object], section: ModelConfig, tokenizer: Path) -> None:
+    """Raise `ModelError` where the files of a base are not those that are ``known`` from training. Those of a model of
+    the Hub that is not here yet, and those of which nothing is known, pass."""
+    found = base_digests(base_folder(section), tokenizer) if known else {}
     differing = sorted(name for name in {*found, *known} if found.get(name) != known.get(name))
     if found and differing:
         raise ModelError(
             f"{section.name_or_path} is not the base that the adapter was trained on: {', '.join(differing)} "
-            f"{'differs' if len(differing) == 1 else 'differ'} from training",
-            hint="put those files back; or, to have the adapter answer on this base all the same, describe that: "
-            "model: BASE, adapter: {name_or_path: RUN/model}, train: {enabled: false}",
+            f"{'is another file' if len(differing) == 1 else 'are other files'} than in training",
+            hint="put those files back. A run begins anew with output.overwrite: true; to have the adapter answer on "
+            "this base all the same, describe that: model: BASE, adapter: {name_or_path: RUN/model}, "
+            "train: {enabled: false}",
         )
 
 

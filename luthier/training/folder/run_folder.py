@@ -218,14 +218,15 @@ def _refuse_to_clear(config: RunConfig) -> None:
     output = config.output
     left = [path.resolve() for path in _left(output.dir, with_checkpoints=output.overwrite)]
     for key, text in _texts(config.model_dump(mode="json", exclude=WRITTEN_TO), ""):
+        path = Path()
         with suppress(OSError, ValueError, RuntimeError):  # not every text can be a path
             path = Path(text).expanduser().resolve()
-            if any(path.is_relative_to(each) for each in left):
-                raise CheckpointError(
-                    f"{key} names {text}, which an earlier run has left in {output.dir}, and this run would delete it "
-                    "as it begins anew there",
-                    hint="choose another output.dir",
-                )
+        if any(path.is_relative_to(each) for each in left):
+            raise CheckpointError(
+                f"{key} names {text}, which an earlier run has left in {output.dir}, and this run would delete it "
+                "as it begins anew there",
+                hint="choose another output.dir",
+            )
 
 
 def _texts(tree: object, at: str) -> Iterator[tuple[str, str]]:
