@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +19,21 @@ from peft import PeftModel
 from peft.utils.other import TrainableTokensWrapper
 from safetensors.torch import load_file
 from tiny_runs import TINY, make_config, make_data, make_segments
-from transformers import AutoModelForCausalLM
+from tokenizers import AddedToken
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from luthier.config.loading import load_config_text
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
-from luthier.errors import ConfigError, ModelError
+from luthier.errors import ConfigError, ModelError, TokenizerError
 from luthier.models.adapters import apply_adapter
 from luthier.models.model import load_model
 from luthier.models.passes import find_head, score_targets
 from luthier.models.vocabulary import Vocabulary, rows_left_out
 from luthier.objectives.token_scores import token_scores
+from luthier.presets import tokenizer_folder
 from luthier.records import Sample, Segment
 from luthier.training.fit import fit_data
+from luthier.training.folder.artifacts import LOADING, save_tokenizer, transformers_tokenizer
 from luthier.training.report import RunResult
 from luthier.training.report.events import Note
 
@@ -106,6 +112,71 @@ def test_rows_are_learned_saved_read_back_and_merged(tmp_path: Path, base: Path,
     with torch.no_grad():
         resaved = load_file(again.path / "model" / "adapter_model.safetensors")
     assert all(torch.allclose(resaved[name], value) for name, value in rows.items())
+
+
+ROPE = {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("overrides", [{}, ROPE], ids=["as it is", "overridden"])
+@pytest.mark.parametrize("grows", [True, False], ids=["grown", "of its size"])
+def test_the_model_card_says_how_the_base_becomes_that_of_training(
+    tmp_path: Path, base: Path, added: Tokenizer, tokenizer: Tokenizer, overrides: dict[str, Any], grows: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    model = {"name_or_path": str(base), "config_overrides": overrides, "add_tokens": ["zorkmid"] * grows}
+    model["add_special_tokens"] = ["<|act|>"] * grows
+    config = make_config(
+        tmp_path / "run", model=model, adapter={**LORA, "merge": True}, train__learning_rate=0.05, train__max_steps=2
+    )
+    result = fit_data(config, added if grows else tokenizer, make_data(_segments() if grows else make_segments(8)))
+    card = (result.path / "model" / "README.md").read_text()
+    assert (LOADING in card) == bool(overrides or grows)
+    merged = AutoModelForCausalLM.from_pretrained(result.path / "merged").eval()
+    alone: Any = None
+    if LOADING in card:
+        monkeypatch.chdir(result.path / "model")
+        told: dict[str, Any] = {}
+        exec(card.partition("```python")[2].partition("```")[0], told)
+        alone = told["model"].eval()
+    else:
+        alone = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), result.path / "model").eval()
+    ids = torch.tensor([[5, NEW[0] if grows else 6, 7, NEW[1] if grows else 8, 9] * 3])
+    with torch.no_grad():
+        torch.testing.assert_close(alone(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-4)
+    if overrides and not grows:  # control
+        plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), result.path / "model").eval()
+        with torch.no_grad():
+            assert (plain(ids).logits - merged(ids).logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["Zürichsee", "foo bar", " lead", "ＦＵＬＬ"])
+def test_an_added_token_is_found_in_the_same_texts_with_the_saved_tokenizer(name: str, tmp_path: Path) -> None:
+    """The tokenizer composes characters (NFC), which is done before or after the token is looked for."""
+    source = Path(shutil.copytree(tokenizer_folder("tiny-qwen3"), tmp_path / "source"))
+    spec = json.loads((source / "tokenizer.json").read_text("utf-8"))
+    (source / "tokenizer.json").write_text(json.dumps({**spec, "normalizer": {"type": "NFC"}}), "utf-8")
+    run = load_tokenizer(source, added=AddedTokens(ordinary=(name,), special=("<|act|>",)))
+    save_tokenizer(run, tmp_path / "saved")
+    theirs, again = AutoTokenizer.from_pretrained(tmp_path / "saved"), load_tokenizer(tmp_path / "saved")
+    for form in ("NFC", "NFD", "NFKC"):
+        text = f"a {unicodedata.normalize(form, name)} b{unicodedata.normalize(form, name)}c"
+        ids = run.encode_runs([text])[0].tolist()
+        assert again.encode_runs([text])[0].tolist() == ids
+        assert theirs.encode(text, add_special_tokens=False) == ids
+
+
+def test_a_tokenizer_that_would_be_saved_with_other_ids_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(shutil.copytree(tokenizer_folder("tiny-qwen3"), tmp_path / "source"))
+    spec = json.loads((source / "tokenizer.json").read_text("utf-8"))
+    (source / "tokenizer.json").write_text(json.dumps({**spec, "normalizer": {"type": "NFC"}}), "utf-8")
+    run = load_tokenizer(source, added=AddedTokens(ordinary=("Zürichsee",)))
+    normalized = [AddedToken("Zürichsee", normalized=True)]
+    monkeypatch.setattr(Tokenizer, "added_tokens", property(lambda _: normalized))
+    with pytest.raises(TokenizerError, match="otherwise than this run"):
+        transformers_tokenizer(run)
 
 
 ENDS: list[dict[str, Any]] = [
