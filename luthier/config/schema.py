@@ -303,7 +303,7 @@ class OutputConfig(Section):
     dir: choices.PathLike = Path("output")
     """Folder of the run: checkpoints, the final model, logs, report."""
     overwrite: bool = False
-    """Start anew in a folder that already holds a run."""
+    """Start anew in a folder that already holds a run: all that it left is deleted, its predictions too."""
     resume: choices.NonEmpty = "auto"
     """``auto``: go on from the newest whole checkpoint in ``dir``, if any; ``never``; or a checkpoint's path."""
     save_strategy: Annotated[choices.Strategy, choices.as_enum(choices.Strategy)] = choices.Strategy.EPOCH

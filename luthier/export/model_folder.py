@@ -35,7 +35,7 @@ from luthier.export.quantizing import (
     quantize_folder,
     quantized_form,
 )
-from luthier.models.adapter_files import give_back_freed, leave_files, leaving_files, merge_adapter
+from luthier.models.adapter_files import existing_settings, give_back_freed, leave_files, leaving_files, merge_adapter
 from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
 from luthier.prediction import TrainedRun, open_run
 from luthier.training.folder import FILES, reported
@@ -346,11 +346,24 @@ def _with_adapter(run: TrainedRun) -> tuple[TrainedRun, list[str]]:
     notes = []
     if run.config.model.quantization.type is not QuantizationType.NONE and run.adapter is not None:
         notes.append(f"the base of {run.config.model.quantization.type} is made whole before the adapter is merged")
+    notes += _named_base(run)
     if run.adapter is not None or not section.merge_first:
         return run, notes
     *before, last = section.merge_first
     adapter = section.model_copy(update={"merge_first": before})
     return replace(run, adapter=last, config=run.config.model_copy(update={"adapter": adapter})), notes
+
+
+def _named_base(run: TrainedRun) -> list[str]:
+    """A note where an adapter names another base than the one it is put on, and no digest of that base says more."""
+    if run.adapter is None or run.base:
+        return []
+    here = run.config.model.name_or_path
+    named = str(existing_settings(run.adapter, "the adapter").base_model_name_or_path or here)
+    there, path = Path(named).expanduser(), Path(here).expanduser()
+    if there.resolve() == path.resolve() or (there.name == path.name and not (there.is_dir() and path.is_dir())):
+        return []  # the same, or the same name on another machine
+    return [f"the adapter names {named} as its base; it is put on {here}"]
 
 
 def _engine_of(run: TrainedRun) -> LocalEngine:

@@ -219,14 +219,6 @@ def make_trainer(setup: RunSetup) -> Trainer:
     if data.eval is not None:
         eval_stream = replace(_one_pass(setup, how, data.eval), watch=partial(lost.watch, counted=False))
 
-    def save_state(folder: Path, step: int) -> None:
-        streams.loader_state(schedule, data, step).save(folder)
-        run_folder.write_run_config(config, folder)
-        if state := losses.state():
-            write_json(folder / OBJECTIVE_STATE, state)
-        if run_model.base_files:
-            write_json(folder / BASE_FILES, dict(run_model.base_files))
-
     parts = TrainerParts(
         config=config,
         stream=stream,
@@ -242,11 +234,20 @@ def make_trainer(setup: RunSetup) -> Trainer:
         save_model=lambda folder, weights: artifacts.save_model(
             run_model.model, folder, tokenizer, processor=run_model.processor, weights=weights
         ),
-        save_state=save_state,
+        save_state=partial(_save_state, setup, losses),
     )
     trainer = Trainer(run_model.model, arguments, parts, _callbacks(setup, parts, evaluates=evaluates))
     processes.check_in_force(trainer.accelerator, run_precision(config))
     return trainer
+
+
+def _save_state(setup: RunSetup, losses: StepLosses, folder: Path, step: int) -> None:
+    """What a checkpoint has beside the trainer's own state."""
+    streams.loader_state(setup.schedule, setup.data, step).save(folder)
+    run_folder.write_run_config(setup.config, folder)
+    for name, state in ((OBJECTIVE_STATE, losses.state()), (BASE_FILES, setup.run_model.base_files)):
+        if state:
+            write_json(folder / name, dict(state))
 
 
 def _rollouts(setup: RunSetup, how: CollateSettings, losses: StepLosses, *, shared: bool) -> Rollouts | None:

@@ -36,7 +36,7 @@ from luthier.prediction import open_run
 from luthier.presets import model_folder as model_folder_of
 from luthier.presets import tokenizer_folder
 from luthier.training.folder import RunFiles
-from luthier.training.folder.artifacts import save_tokenizer
+from luthier.training.folder.artifacts import LOADING, save_tokenizer
 from tests.conftest import refused
 
 WEIGHTS = "model.safetensors"
@@ -700,6 +700,26 @@ def test_what_a_run_merges_at_its_end_is_proven_like_an_export(tmp_path: Path, m
         luthier.train(broken)
     left = {path.name for path in (tmp_path / "broken").iterdir()}
     assert {"model", "merged.broken", "report.html"} <= left and "merged" not in left
+
+
+def test_a_base_that_the_adapter_does_not_name_is_told_and_a_whole_model_is_loaded_as_it_is(
+    world: World, tmp_path: Path
+) -> None:
+    base = shutil.copytree(world.base, tmp_path / "another")
+    adapter = Path(shutil.copytree(world.run / "model", tmp_path / "adapter"))
+    (adapter / "README.md").write_text(f"# It\n\n{LOADING}\n\n```python\n```\n\n## Data\n\nrows\n")
+
+    def exported(model: Path) -> tuple[luthier.Exported, Path]:
+        described = {"model": str(model), "data": {"eval": "preset:skills"}, "train": {"enabled": False}}
+        path = tmp_path / "described.json"
+        path.write_text(json.dumps({**described, "adapter": {"type": "lora", "name_or_path": str(adapter)}}))
+        options = ExportOptions(to=tmp_path / "to", overwrite=True, proof=False)
+        return luthier.export_run(path, options), tmp_path / "to" / "README.md"
+
+    done, card = exported(base)
+    assert any("names" in note and str(world.base) in note for note in done.notes)
+    assert "## Data" in card.read_text() and LOADING not in card.read_text()
+    assert not any("names" in note for note in exported(world.base)[0].notes)
 
 
 def test_a_merge_file_of_llama_factory_is_exported_as_it_is(world: World, tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def _loading(result: RunResult, config: RunConfig) -> list[str]:
     rows = [note.partition(" to ")[2].split()[0] for note in result.model.notes if note.startswith(RESIZED)]
     if keeps_base(config) or not (section.config_overrides or rows):
         return []
-    why = ["another config.json"] * bool(section.config_overrides) + ["rows for new tokens"] * bool(rows)
+    why = ["other settings in its config"] * bool(section.config_overrides) + ["rows for new tokens"] * bool(rows)
     head = {} if OBJECTIVES[config.objective.name].has_head else {"num_labels": 1}
     changed = {**section.config_overrides, **head}
     return [
