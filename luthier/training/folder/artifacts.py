@@ -349,8 +349,10 @@ def base_folder(section: ModelConfig) -> Path | None:
     source, _ = source_of(section)
     if Path(source).expanduser().is_dir():
         return Path(source).expanduser()
-    found = try_to_load_from_cache(source, "config.json", cache_dir=section.cache_dir, revision=section.revision)
-    return Path(found).parent if isinstance(found, str) else None
+    with suppress(ValueError):  # no name on the Hub: a folder that is gone, of which whoever loads it tells
+        found = try_to_load_from_cache(source, "config.json", cache_dir=section.cache_dir, revision=section.revision)
+        return Path(found).parent if isinstance(found, str) else None
+    return None
 
 
 def base_digests(base: Path | None, tokenizer: Path) -> dict[str, str]:
