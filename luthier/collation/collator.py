@@ -317,9 +317,10 @@ _TEXT_INPUTS = frozenset(
 )  # fmt: skip
 
 
-def has_only_text(batch: Batch) -> bool:
-    """Whether `only_segments` can be had of it: the features of media are not told apart by segment."""
-    return batch.model_inputs.keys() <= _TEXT_INPUTS
+def has_only_text(batch: Batch, *typed: str) -> bool:
+    """Whether `only_segments` can be had of it: the features of media are not told apart by segment. ``typed``: names
+    of inputs that models of media get for words, too."""
+    return batch.model_inputs.keys() <= {*_TEXT_INPUTS, *typed}
 
 
 def only_segments(batch: Batch, kept: Collection[int], *, pad_token_id: int) -> Batch:

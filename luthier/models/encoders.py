@@ -203,9 +203,11 @@ _ENCODES = {"image": "get_image_features", "video": "get_video_features", "audio
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlankMedia:
-    """A blank item of each kind whose encoder is trained, or whose features pass through something that is."""
+    """A blank item of each kind whose encoder is trained, or whose features pass through something that is; and
+    ``reached``, all that is trained outside of the language model."""
 
     features: Mapping[str, TensorFeatures]
+    reached: tuple[nn.Parameter, ...] = ()
 
     def missing(self, inputs: Mapping[str, object]) -> dict[str, TensorFeatures]:
         """Those of which a batch has nothing."""
@@ -308,7 +310,7 @@ def needed_blanks(
         notes.append(
             f"{counted(count, 'parameter')} of {', '.join(idle[:3])} … take part in nothing, and are not trained"
         )
-    return BlankMedia(features=needed)
+    return BlankMedia(features=needed, reached=tuple(trained[name] for name in trained if name in outside & reached))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ B rows, T tokens a row, K targets, S segments, P positions kept, D hidden size, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,9 +22,10 @@ from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 
+from luthier.collation.collator import has_only_text
 from luthier.errors import ModelError
 from luthier.layout import leaves
-from luthier.models import evaluating, output_layer, plain_model, sharding
+from luthier.models import TYPE_INPUTS, evaluating, output_layer, plain_model, sharding
 from luthier.models.encoders import BlankMedia, with_blanks
 from luthier.models.isolation import ChosenIsolation
 from luthier.models.model import REWARD_HEAD
@@ -238,6 +239,14 @@ class ModelPass:
     autocast: torch.dtype | None = None
     routers: Routers | None = None
     temperature: float = 1.0
+
+    def out_of_reach(self, batches: Iterable[Batch], reduce: Reduce) -> tuple[nn.Parameter, ...]:
+        """What no micro-batch of a step reaches but by blanks, on no rank: towers and projectors, where all are words
+        alone. Without blanks it would have no gradient, and an optimizer would leave it as it is."""
+        if self.blanks is None:
+            return ()
+        with_media = sum(not has_only_text(batch, *TYPE_INPUTS) for batch in batches)
+        return () if reduce(torch.tensor([with_media], device=self.device)).any() else self.blanks.reached
 
     def scored(
         self, model: nn.Module, batch: Batch, score: Callable[[torch.Tensor, AnyHead, Targets], Scores]

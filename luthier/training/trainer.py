@@ -105,6 +105,7 @@ class Trainer:
         self.balance = RouterBalance(parts.losses.forward, learned)
         self.passes = parts.config.rollout.passes
         self._step_losses: list[tuple[torch.Tensor, tuple[Address, ...]]] = []
+        self._out_of_reach: tuple[nn.Parameter, ...] = ()
         self._interval = step_losses.LossSums(
             () if parts.stream.rollouts else parts.sources, parts.measured, args.device
         )
@@ -262,6 +263,7 @@ class Trainer:
         parts.losses.begin_step(self.model, learned, self._sum_of_ranks)
         sharding.give_up_gathered(self.model)
         self.balance.begin_step(self.model, learned, self._sum_of_ranks)
+        self._out_of_reach = parts.losses.forward.out_of_reach(learned, self._sum_of_ranks)
         return learned
 
     def _learn(self, batch: Batch) -> None:
@@ -298,6 +300,8 @@ class Trainer:
     def update(self, number: int = 0) -> None:
         """Clip the gradient and change the weights by it, in pass ``number`` over the step. Raises `TrainingError`
         before if its norm or a loss is not finite."""
+        for parameter in self._out_of_reach:
+            parameter.grad = None  # not 0, by which an optimizer would go on with its momentum and weight decay
         limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
         own, clip = self.in_backward, self.accelerator.clip_grad_norm_
         sharding.average_replicated(self.model)

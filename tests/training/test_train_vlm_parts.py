@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from tiny_models import tiny_model
 from tiny_runs import make_config
 from tiny_vlm_ranks import loss_of
@@ -17,6 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForMultimodalLM, CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
+import luthier
 from luthier.collation import MediaInputs
 from luthier.config.choices import AdapterType, ModelPart
 from luthier.config.schema import AdapterConfig
@@ -39,6 +42,7 @@ from luthier.models.model import LoadedModel, load_model
 from luthier.models.passes import ModelPass, find_head
 from luthier.models.vocabulary import Vocabulary
 from tests.conftest import refused
+from tests.media.media_files import image_file, picture
 
 VOCABULARY = Vocabulary(size=TEXT["vocab_size"], eos_token_id=2, pad_token_id=0)
 PEFT_NOISE = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
@@ -318,3 +322,46 @@ def test_a_model_whose_encoder_cannot_be_asked_is_refused_in_words() -> None:
     model = tiny_vlm("llava")
     with refused(ModelError, "get_audio_features", "adapter.train_parts"):
         needed_blanks(model, find_parts(model), {"audio": {"input_features": torch.zeros(1, 2, 3)}}, [])
+
+
+def test_a_step_of_words_alone_leaves_a_tower_as_it_is(tmp_path: Path) -> None:
+    """Neither its momentum nor its weight decay goes on, as where it has no gradient at all."""
+    (tmp_path / "a.png").write_bytes(image_file(picture(64, 64)))
+    words = {"messages": [{"role": "user", "content": "say a"}, {"role": "assistant", "content": "red it is"}]}
+    asked = {"role": "user", "content": "<image>what?"}
+    shown = {"messages": [asked, {"role": "assistant", "content": "red"}], "images": ["a.png"]}
+
+    def tower(name: str, rows: list[dict[str, Any]], rate: float) -> torch.Tensor:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = {
+            "model": {"name_or_path": "preset:tiny-qwen3-vl"},
+            "data": {"train": str(path), "max_length": 128, "store": str(tmp_path / "store"), "workers": 0},
+            "train": {"max_steps": 3, "per_device_train_batch_size": 1, "learning_rate": rate, "weight_decay": 0.5},
+            "adapter": {"type": "full", "train_parts": ["tower"]},
+            "output": {"dir": str(tmp_path / name), "save_strategy": "no"},
+            "runtime": {"device": "cpu"},
+            "tracking": {"progress": False},
+        }
+        saved = load_file(luthier.train(config).path / "model" / "model.safetensors")
+        return torch.cat([saved[key].flatten() for key in sorted(saved) if "visual.blocks" in key])
+
+    first = tower("first", [words] * 3, 1e-12)
+    assert torch.equal(tower("words", [words] * 3, 1e-2), first)
+    assert not torch.allclose(tower("shown", [words, words, shown], 1e-2), first, atol=1e-3), "control: it learns"
+
+
+def test_a_step_reaches_a_tower_if_one_rank_has_a_picture() -> None:
+    model = tiny_vlm("llava")
+    adapters.apply_adapter(model, AdapterConfig(train_parts=list(ModelPart)))
+    blanks = needed_blanks(model, find_parts(model), {"image": {"pixel_values": torch.zeros(1, 3, 56, 56)}}, [])
+    forward = ModelPass(
+        isolation=ChosenIsolation(isolation=Isolation.POSITIONS, attention="sdpa", windows={}),
+        head=find_head(model), device=torch.device("cpu"), pad_token_id=TEXT["pad_token_id"], blanks=blanks,
+    )  # fmt: skip
+    words, shown = (packed_batch("llava", [seen("llava", 7, 3, seed=9, image=image)]) for image in (False, True))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    left = [names[id(each)] for each in forward.out_of_reach([words, words], lambda own: own)]
+    assert left and not any("language_model" in name or "lm_head" in name for name in left)
+    assert forward.out_of_reach([words, shown], lambda own: own) == ()
+    assert forward.out_of_reach([words], lambda own: own + 1) == (), "another rank has one"
