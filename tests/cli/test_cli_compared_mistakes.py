@@ -75,8 +75,10 @@ def test_a_cut_prompt_is_shown_with_the_system_message_that_stays(tmp_path: Path
     runner.invoke(app, ["show", str(path), "--pack", "1", "--json", str(tmp_path / "shown.json")])
     (row,) = json.loads((tmp_path / "shown.json").read_text())["rows"]
     chosen = row["segments"][0]
-    tail = chosen["run_tokens"] - chosen["start"]
+    newline = 1  # which the template writes behind the answer's end: it is not learned, and cut off
+    tail = chosen["run_tokens"] - newline - chosen["start"]
     assert chosen["head"] > 0 and chosen["head"] + tail == chosen["num_tokens"]
+    assert row["tokens"][chosen["num_tokens"] - 1]["target"], "the answer's end"
 
 
 def test_names_of_data_sets_stay_whole_in_80_columns(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from luthier.objectives.token_losses import FeedbackBaselines, FeedbackScores
 from tiny_runs import make_data, make_segments
 
 from luthier.metrics import METRICS, Metric, pass_at
+from luthier.objectives.loss_sums import FeedbackBaselines, FeedbackScores
 from luthier.training.losses.verdicts import FeedbackLosses
 from luthier.training.report import ACCURACIES, GenerationRound, RunResult
 from luthier.training.report.report import Report, write_report
