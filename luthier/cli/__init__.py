@@ -182,13 +182,13 @@ def _given(context: Any) -> list[str]:
 def _check_pairs(command: str, given: Sequence[str]) -> None:
     for option, needed in NEEDS.get(command, {}).items():
         if option in given and needed not in given:
-            raise UserError(f"{option} says nothing without {needed}", hint=f"add {needed}, or leave {option} away")
+            raise UserError(f"{option} has no effect without {needed}", hint=f"add {needed}, or leave out {option}")
     for option, excluded in EXCLUDES.get(command, {}).items():
         others = [flag for flag in given if " " not in flag and flag not in (option, "--json")]
         wrong = [flag for flag in others if excluded is None or flag in excluded]
         if option in given and wrong:
             told = ", ".join(wrong)
-            raise UserError(f"{told}: not followed beside {option}", hint=f"leave {told} away, or {option}")
+            raise UserError(f"{told} cannot be given together with {option}", hint=f"leave out {told}, or {option}")
 
 
 # ---- What commands share: their arguments, and the printing of what a run says before it trains.
