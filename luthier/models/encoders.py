@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from luthier.media.families import Family, MediaKind
 from luthier.media.files.decoding import Decoded, DecodedAudio, DecodedImage, DecodedVideo
 from luthier.media.processors.calling import join_features, merge_features
 from luthier.media.processors.processor import MediaProcessor
-from luthier.models import ModelParts, find_parts, plain_model
+from luthier.models import TYPE_INPUTS, ModelParts, find_parts, plain_model
 from luthier.records import AudioHeader, ImageHeader, MediaHeader, VideoHeader
 from luthier.writing import counted
 
@@ -204,10 +204,11 @@ _ENCODES = {"image": "get_image_features", "video": "get_video_features", "audio
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlankMedia:
     """A blank item of each kind whose encoder is trained, or whose features pass through something that is; and
-    ``reached``, all that is trained outside of the language model."""
+    ``reached``, all that is trained outside of the language model. ``along``: inputs that tokens of words have, too."""
 
     features: Mapping[str, TensorFeatures]
     reached: tuple[nn.Parameter, ...] = ()
+    along: tuple[str, ...] = TYPE_INPUTS
 
     def missing(self, inputs: Mapping[str, object]) -> dict[str, TensorFeatures]:
         """Those of which a batch has nothing."""
@@ -242,7 +243,7 @@ def run_blanks(
     found = needed_blanks(model, parts, features, notes)
     for note in notes:
         tell(f"model: {note}")
-    return found
+    return replace(found, along=(*TYPE_INPUTS, *media.processor.family.along))
 
 
 def _trained_parts(model: nn.Module, parts: ModelParts) -> dict[str, ModelPart]:

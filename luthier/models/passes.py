@@ -25,7 +25,7 @@ from torch import nn
 from luthier.collation.collator import has_only_text
 from luthier.errors import ModelError
 from luthier.layout import leaves
-from luthier.models import TYPE_INPUTS, evaluating, output_layer, plain_model, sharding
+from luthier.models import evaluating, output_layer, plain_model, sharding
 from luthier.models.encoders import BlankMedia, with_blanks
 from luthier.models.isolation import ChosenIsolation
 from luthier.models.model import REWARD_HEAD
@@ -245,7 +245,7 @@ class ModelPass:
         alone. Without blanks it would have no gradient, and an optimizer would leave it as it is."""
         if self.blanks is None:
             return ()
-        with_media = sum(not has_only_text(batch, *TYPE_INPUTS) for batch in batches)
+        with_media = sum(not has_only_text(batch, *self.blanks.along) for batch in batches)
         return () if reduce(torch.tensor([with_media], device=self.device)).any() else self.blanks.reached
 
     def scored(

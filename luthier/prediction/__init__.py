@@ -1,5 +1,5 @@
-"""What answers: a run's folder or a described model, with its weights or adapters, its tokenizer and its stops; and a
-conversation with it, turn by turn: prompts as training makes them, answers as they come.
+"""What a trained run answers to rows that it was not trained on, and how good it is. Here is what answers (a run's
+folder, or a model that is described), and a conversation with it: prompts as training makes them, answers as they come.
 """
 
 from __future__ import annotations

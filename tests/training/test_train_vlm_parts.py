@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -301,6 +302,7 @@ def test_one_process_of_which_the_tower_alone_learns_takes_rows_without_pictures
     adapted = adapters.apply_adapter(model, AdapterConfig(type=kind, train_parts=[part]))
     media = cast(MediaInputs, SimpleNamespace(processor=llava_processor()))
     found = run_blanks(adapted, model, media, device=torch.device("cpu"), tell=print)
+    assert found is not None and set(media.processor.family.along) <= set(found.along)
     forward = ModelPass(
         isolation=ChosenIsolation(isolation=Isolation.POSITIONS, attention="sdpa", windows={}),
         head=find_head(adapted), device=torch.device("cpu"), pad_token_id=TEXT["pad_token_id"], blanks=found,
@@ -365,3 +367,7 @@ def test_a_step_reaches_a_tower_if_one_rank_has_a_picture() -> None:
     assert left and not any("language_model" in name or "lm_head" in name for name in left)
     assert forward.out_of_reach([words, shown], lambda own: own) == ()
     assert forward.out_of_reach([words], lambda own: own + 1) == (), "another rank has one"
+    marked = replace(words, model_inputs={**words.model_inputs, "marks": torch.zeros(1)})
+    told = replace(forward, blanks=replace(blanks, along=(*blanks.along, "marks")))
+    assert forward.out_of_reach([marked], lambda own: own) == (), "it may be an item's"
+    assert len(told.out_of_reach([marked], lambda own: own)) == len(left), "a family's words have it, too"
