@@ -11,6 +11,7 @@ Every record is frozen. A plain dict exists only at the two ends: the raw row, a
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,6 +38,11 @@ class Address:
 
     file: str
     row: int
+
+    @property
+    def folder(self) -> str:
+        """The folder of the file, in which media are looked for that the row names by relative paths."""
+        return os.path.dirname(self.file) or "."
 
     def __str__(self) -> str:
         return f"{self.file}:{self.row}"

@@ -114,6 +114,11 @@ class Encoder:
         """Where the model's processor is, and its options."""
         return MediaSource.of_model(self.tokenizer.files.folder, self.model, self.media)
 
+    @property
+    def takes_media(self) -> bool:
+        """Whether the model has a processor; without one, rows with media are refused."""
+        return self.media_source.folder is not None
+
     @cached_property
     def measurer(self) -> Measurer:
         """What reads the headers of rows' media."""

@@ -23,7 +23,7 @@ from luthier.records import SAMPLES_VERSION, Address, Ints
 from luthier.sources import RowBytes
 from luthier.sources.source import Source, id_digests
 from luthier.store import SHARD_BYTES, SampleStore, StoreWriter, row_key
-from luthier.store.format import KEY_BYTES, read_counts
+from luthier.store.format import KEY_BYTES, digest_of_folder, key_in_folder, read_counts
 from luthier.writing import counted
 
 _NO_TARGET = RowDropped("no_target", "no token of it is to be learned")
@@ -287,6 +287,8 @@ class Resolver:
                 for row, source in zip(portion.read, source_ids, strict=True)
             ]
             pending = _Pending(portion=portion, keys=keys, sample_ids=self.store.lookup(key_array(keys)))
+            if self.encoder.takes_media:
+                self._look_into_folders(pending)
             self._look_at_media(pending)
             for place in np.flatnonzero(pending.sample_ids < 0).tolist():
                 key = keys[place]
@@ -304,6 +306,20 @@ class Resolver:
                 num_bytes=sum(len(row.raw) for row in rows),
             )
 
+    def _look_into_folders(self, pending: _Pending) -> None:
+        """Look for rows under their folders, too. One that is not known keeps that key until it is encoded, which tells
+        whether it names files there: rows that do and are alike in two folders are two rows."""
+        folders: dict[str, bytes] = {}
+        for place in np.flatnonzero(pending.sample_ids < 0).tolist():
+            row = pending.portion.read[place]
+            if isinstance(row, RowBytes):
+                if (folder := folders.get(row.address.file)) is None:
+                    folder = folders[row.address.file] = digest_of_folder(row.address.folder)
+                pending.row_keys[place] = pending.keys[place]
+                pending.keys[place] = key_in_folder(pending.keys[place], folder)
+        places = list(pending.row_keys)
+        pending.sample_ids[places] = self.store.lookup(key_array([pending.keys[place] for place in places]))
+
     def _look_at_media(self, pending: _Pending) -> None:
         """Give rows whose media have changed since they were encoded keys of their own: what is stored is of others."""
         known = np.flatnonzero(pending.sample_ids >= 0)
@@ -317,6 +333,7 @@ class Resolver:
         """Put the portion among those that wait for a commit; how many bytes it adds to the store."""
         ledger = Ledger()
         num_bytes = num_encoded = 0
+        under_way = [pending.keys[place] for place in pending.fresh]
         for place, outcome in zip(pending.fresh, outcomes, strict=True):
             key = pending.keys[place]
             if isinstance(outcome, RowForbidden):
@@ -325,6 +342,8 @@ class Resolver:
                 self._under_way.discard(key)
                 self._failed[key] = outcome if isinstance(outcome, RowError) else _NO_TARGET
                 continue
+            if not outcome.in_folder:
+                key = pending.keys[place] = pending.row_keys.get(place, key)
             self._writer.add(key, outcome)
             num_bytes += len(outcome.payload)
             num_encoded += 1
@@ -340,7 +359,14 @@ class Resolver:
         self.num_encoded += num_encoded
         self.num_reused += num_kept - num_encoded
         self._num_lost += len(lost)
-        self._waiting.append(_Booked(portion=self._portion(pending, ledger, lost), fresh=pending.fresh))
+        self._waiting.append(
+            _Booked(
+                portion=self._portion(pending, ledger, lost),
+                fresh=pending.fresh,
+                under_way=under_way,
+                row_keys=pending.row_keys,
+            )
+        )
         if pending.keys:
             self._tell(int(pending.portion.source_ids[-1]))
         return num_bytes
@@ -361,7 +387,7 @@ class Resolver:
         return ResolvedPortion(
             rows=pending.portion.rows,
             sample_ids=pending.sample_ids,
-            keys=key_array(pending.keys),
+            keys=key_array(pending.keys).copy(),
             source_ids=pending.portion.source_ids,
             file_ids=np.array(file_ids, dtype=np.int64),
             row_numbers=np.array([address.row for address in addresses], dtype=np.int64),
@@ -380,18 +406,28 @@ class Resolver:
         while self._waiting:
             booked = self._waiting[0]
             portion = booked.portion
-            missing = np.setdiff1d(np.flatnonzero(portion.sample_ids < 0), [row.place for row in portion.lost])
-            portion.sample_ids[missing] = self.store.lookup(portion.keys[missing])
-            if (portion.sample_ids[missing] < 0).any():
+            if not self._are_all_there(booked):
                 return
             is_reused = portion.sample_ids >= 0
             is_reused[booked.fresh] = False
             for number in portion.sample_ids[is_reused].tolist():
                 for what, count in self.store.notes(number):
                     portion.ledger.note(what, count)
-            self._under_way.difference_update(portion.keys[place].tobytes() for place in booked.fresh)
+            self._under_way.difference_update(booked.under_way)
             self._waiting.popleft()
             yield portion
+
+    def _are_all_there(self, booked: _Booked) -> bool:
+        """Look for the samples that have no number yet; whether none is missing any more."""
+        portion = booked.portion
+        missing = np.setdiff1d(np.flatnonzero(portion.sample_ids < 0), [row.place for row in portion.lost])
+        portion.sample_ids[missing] = self.store.lookup(portion.keys[missing])
+        missing = missing[portion.sample_ids[missing] < 0]
+        # a row like one that was under way, which turned out to name no files of its folder
+        keys = key_array([booked.row_keys.get(place, portion.keys[place].tobytes()) for place in missing.tolist()])
+        found = portion.sample_ids[missing] = self.store.lookup(keys)
+        portion.keys[missing[found >= 0]] = keys[found >= 0]
+        return bool((found >= 0).all())
 
     def _tell(self, source: int) -> None:
         if self.on_progress is None:
@@ -411,20 +447,24 @@ class Resolver:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Pending:
-    """A portion that is being encoded. ``fresh``: places of the rows that are encoded for it."""
+    """A portion that is being encoded. ``fresh``: places of the rows that are encoded for it. ``row_keys``: by place,
+    keys that say nothing of a folder, of rows that were looked for in theirs."""
 
     portion: ReadPortion
     keys: list[bytes]
     sample_ids: Ints
+    row_keys: dict[int, bytes] = field(default_factory=dict)
     fresh: list[int] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Booked:
-    """A portion of which some samples may still have no number."""
+    """A portion of which some samples may still have no number. ``under_way``: keys that wait for its commit."""
 
     portion: ResolvedPortion
     fresh: list[int]
+    under_way: list[bytes]
+    row_keys: dict[int, bytes]
 
 
 def _address(row: RowBytes | RowError) -> Address:

@@ -52,6 +52,10 @@ class RowEncoder(Protocol):
     def about(self) -> Mapping[str, str]:
         """What a person would want to know of it."""
 
+    @property
+    def takes_media(self) -> bool:
+        """Whether samples may have pictures, videos or sounds."""
+
     def encode_many(self, rows: Iterable[Row]) -> Iterator[Sample | RowError]:
         """One outcome per row, in order."""
 

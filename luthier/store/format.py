@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -53,14 +54,16 @@ class EncodedSample:
 
     ``leaf_targets`` does not count a leaf's first token, which never is a target; it is `QUESTION` of a row without an
     answer, which needs none. ``leaf_encoders``: what encoders run
-    through for a leaf's media (`MediaItem.encoder_length`), () of text. ``notes`` is the JSON of the sample's, or
-    nothing. ``verdict`` is NaN where the sample has none.
+    through for a leaf's media (`MediaItem.encoder_length`), () of text. ``in_folder``: some of its media are files that
+    are named from the folder of the row's own file, so that in another folder the same row names others. ``notes`` is
+    the JSON of the sample's, or nothing. ``verdict`` is NaN where the sample has none.
     """
 
     payload: bytes
     num_tokens: int
     has_weight: bool
     has_media: bool = False
+    in_folder: bool = False
     branches: tuple[tuple[int, int], ...]
     leaf_lengths: tuple[int, ...]
     leaf_targets: tuple[int, ...]
@@ -154,6 +157,7 @@ def freeze_sample(sample: Sample) -> EncodedSample:
         num_tokens=len(sample.input_ids),
         has_weight=sample.weight is not None,
         has_media=bool(sample.media),
+        in_folder=any(item.media.root == sample.address.folder for item in sample.media),
         branches=tuple((branch.parent, branch.length) for branch in sample.branches),
         leaf_lengths=leaf_lengths,
         leaf_targets=(QUESTION,) * len(leaf_targets) if sample.for_rewards and not any(leaf_targets) else leaf_targets,
@@ -457,6 +461,16 @@ def row_key(raw: bytes, *, fingerprint: str, conversion: str) -> bytes:
     digest = _key_prefix(fingerprint, conversion).copy()
     digest.update(raw)
     return digest.digest()
+
+
+def key_in_folder(key: bytes, folder: bytes) -> bytes:
+    """The key of a row that names files of media from its folder (`digest_of_folder`): its bytes do not tell which."""
+    return hashlib.sha256(key + folder).digest()
+
+
+def digest_of_folder(folder: str) -> bytes:
+    """Of where a folder is, and of how it is spelled, as samples spell their files from there."""
+    return hashlib.sha256(os.fsencode(f"{os.path.abspath(folder)}\0{folder}")).digest()
 
 
 def default_root() -> Path:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -340,6 +342,58 @@ def test_a_picture_that_changed_is_counted_again_and_one_that_did_not_is_not(fol
     assert (again.num_encoded, again.num_reused) == (1, 1)
     assert again.train[0].media[0].header.width == 160
     assert prepared(folder, rows, tmp_path).num_encoded == 0
+
+
+def test_rows_that_are_alike_have_the_pictures_of_their_own_folders(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same row in two folders names two pictures: one set after the other, in one run, and once it was moved."""
+    image = {"type": "image", "image": "a.png"}
+    seeing = chat(("user", [image, words("Who?")]), ("assistant", "Ann."))
+    plain = chat(("user", "Hi"), ("assistant", "Ho"))
+    # files that nothing but their folder tells apart, as those of archives may be
+    for place, colour in (("one", 200), ("two", 201)):
+        (tmp_path / place).mkdir()
+        Pillow.new("RGB", (64, 64), (colour,) * 3).save(tmp_path / place / "a.png")
+        os.utime(tmp_path / place / "a.png", ns=(0, 0))
+        write_rows(tmp_path / place / "rows.jsonl", seeing, plain, seeing, plain)
+    assert len({(tmp_path / place / "a.png").stat().st_size for place in ("one", "two")}) == 1
+
+    def pictures_of(*places: str) -> tuple[int, list[tuple[str, ...]]]:
+        rows = ", ".join(f"{{path: {place}/rows.jsonl}}" for place in places)
+        path = tmp_path / "run.yaml"
+        path.write_text(
+            f"model: {{name_or_path: {folder}, random_init: true}}\n"
+            f"data: {{train: [{rows}], store: {tmp_path / 'store'}, workers: 0}}\noutput: {{dir: {tmp_path / 'run'}}}\n"
+        )
+        from luthier.config.loading import load_config
+        from luthier.preparation.prepare import prepare
+
+        config = load_config(path)
+        found = prepare(config, Encoder.from_config(config))
+        segments = [found.train[row] for row in range(len(found.train))]
+        return found.num_encoded, [tuple(str(item.media.source) for item in each.media) for each in segments]
+
+    def here(place: object) -> list[tuple[str, ...]]:
+        return [(f"{place}/a.png",), ()] * 2
+
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    assert pictures_of(one) == (2, here(one))
+    assert pictures_of(two) == (1, here(two))  # the row without a picture is known
+    assert pictures_of(one, two) == (0, here(one) + here(two))
+    # in one run, from nothing
+    shutil.rmtree(tmp_path / "store")
+    assert pictures_of(two, one) == (3 + 1, here(two) + here(one))  # a row of words is encoded in each folder, at most
+    # a set that was moved names its files where they are now, and so does one that is named from elsewhere
+    (tmp_path / "two").rename(tmp_path / "three")
+    three = str(tmp_path / "three")
+    assert pictures_of(three) == (1, here(three))
+    monkeypatch.chdir(tmp_path)
+    assert pictures_of("three")[1] == here("three")
+    (tmp_path / "elsewhere").mkdir()
+    shutil.move(tmp_path / "one", tmp_path / "elsewhere" / "three")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert pictures_of("three") == (1, here("three"))
 
 
 def test_a_row_whose_picture_was_missing_is_tried_again(folder: Path, tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ class LetterEncoder:
 
     about = {}  # noqa: RUF012
 
+    takes_media = False
+
     def expect_many_rows(self):
         pass
 

@@ -36,6 +36,8 @@ class SlowLetterEncoder:
 
     about = {}  # noqa: RUF012
 
+    takes_media = False
+
     def expect_many_rows(self):
         pass
 

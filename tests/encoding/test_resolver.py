@@ -26,6 +26,8 @@ class LetterEncoder:
 
     about = {}  # noqa: RUF012
 
+    takes_media = True  # it never does: keys of folders lead to none
+
     def expect_many_rows(self):
         pass
 

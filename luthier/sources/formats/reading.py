@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os.path
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, reduce
+from functools import reduce
 from itertools import pairwise
 from operator import or_
 from typing import Any
@@ -66,7 +65,7 @@ class Reading:
             if type(value) is dict:
                 refuse_unreadable(layout.columns[name], value)
         self._media_columns = {kind: values[name] for kind, name in COLUMN_OF_KIND.items() if name in values}
-        self._root = layout.media_root if layout.media_root is not None else _folder_of(row.address.file)
+        self._root = row.address.folder if layout.media_root is None else layout.media_root
         self._slots = slots
         self.media = self.fresh_media()
 
@@ -371,11 +370,6 @@ class Reading:
         if not isinstance(value, int | float) or isinstance(value, bool) or not -1e6 <= value <= 1e6:
             raise RowError("bad_margin", f"a margin is a number, not {str(value)[:40]!r}", field=self.field("margin"))
         return float(value)
-
-
-@lru_cache(maxsize=1024)
-def _folder_of(file: str) -> str:
-    return os.path.dirname(file) or "."
 
 
 # --------------------------------------------------------------------------------------------------------------------
