@@ -156,6 +156,20 @@ def _a_tokenizer_is_parsed_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _stores_are_those_of_these_tests_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What earlier tests have left in the home folder is not found; what is fetched from elsewhere, and large, is."""
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    cache = tmp_path_factory.mktemp("cache")
+    for name in ("luthier/llama.cpp", "uv", "pip"):
+        (kept / name).mkdir(parents=True, exist_ok=True)
+        (cache / name).parent.mkdir(exist_ok=True)
+        (cache / name).symlink_to(kept / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _nothing_waits_for_the_disk() -> Iterator[None]:
     """Tests kill processes, which costs nothing of what the system has taken; they cut no power, so no file need be on
     the disk itself. A tiny run asks for that fourteen times, which takes longer than its steps."""

@@ -334,8 +334,8 @@ class DataConfig(Section):
     with the first rows; the learning rate then follows the share of rows used. ``auto``: meanwhile, under
     ``train.packing: window``, where the files have more than 32 MB."""
     store: choices.PathLike | None = None
-    """Folder of encoded samples. Default: ``~/.cache/luthier/store``. Several machines need one
-    that all of them see, on a file system with locks ([store.md](store.md))."""
+    """Folder of encoded samples. Default: ``~/.cache/luthier/store`` (``XDG_CACHE_HOME`` names another ``~/.cache``).
+    Several machines need one that all of them see, on a file system with locks ([store.md](store.md))."""
 
 
 class TemplateLimitsConfig(Section):

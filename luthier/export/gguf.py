@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from luthier.export import llama_cpp
 from luthier.export.checks import ExportCheck, ExportProof, ExportResult, HeldContext, check_result, compared, hold
 from luthier.export.llama_cpp import CONTEXT, USED, known_name, llama_server
 from luthier.export.proof import template_digest
+from luthier.store.format import cache_folder
 from luthier.writing import JsonObject, counted, rename
 
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
@@ -65,8 +65,7 @@ def converter_folder(named: Path | None) -> Path:
 
 def kept_converter() -> Path:
     """Where the converter is kept that was fetched, whether it is there or not."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    return cache / "luthier" / "llama.cpp" / DIGEST[:16]
+    return cache_folder() / "llama.cpp" / DIGEST[:16]
 
 
 def _fetch(scratch: Path) -> Path:

@@ -473,13 +473,18 @@ def digest_of_folder(folder: str) -> bytes:
     return hashlib.sha256(os.fsencode(f"{os.path.abspath(folder)}\0{folder}")).digest()
 
 
+def cache_folder() -> Path:
+    """What Luthier keeps for later runs: ``~/.cache/luthier``, or below the folder in ``XDG_CACHE_HOME``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "luthier"
+
+
 def default_root() -> Path:
     """Where stores are unless ``data.store`` says otherwise."""
-    return Path.home() / ".cache" / "luthier" / "store"
+    return cache_folder() / "store"
 
 
 def store_folder(root: Path | None, fingerprint: str) -> Path:
-    """Where the samples of one encoder are kept; ``root`` None is ``~/.cache/luthier/store``."""
+    """Where the samples of one encoder are kept; ``root`` None is `default_root`."""
     return (default_root() if root is None else root) / f"v{FORMAT}-{fingerprint[:32]}"
 
 
