@@ -459,9 +459,8 @@ def _first_to_arrive(data: RunData, reader: FeedReader, encoder: Encoder, tell: 
     from luthier.errors import UserError
     from luthier.records import Pack
 
-    facts = reader.facts()
-    held_out = f", {facts.num_eval_rows:,} held out" if facts.num_eval_rows else ""
-    tell(Remark(text=f"rows: {sum(facts.num_rows):,}, sources: {len(facts.num_rows)}{held_out}"))
+    for text in reader.facts().told:
+        tell(Remark(text=text))
     data.rows.wait_for_any()
     if not len(data.train):
         hint = "what became of them is in quarantine.jsonl, in output.dir"

@@ -204,8 +204,8 @@ Overrides = Annotated[
 
 @contextmanager
 def listening(console: Console, heard: Listener | None = None) -> Iterator[Listener]:
-    """A listener for the functions of `luthier.library`: it shows remarks, and a line of progress while rows are
-    prepared. ``heard`` gets every event, once the line is gone where the event ends it.
+    """A listener for the functions of `luthier.library`: it shows a line of progress while rows are prepared, and all
+    remarks, those on the data among them. ``heard`` gets every event, once the line is gone where the event ends it.
     """
     from luthier.config.schema import RunConfig
     from luthier.loader.settings import Loaded
@@ -227,13 +227,14 @@ def listening(console: Console, heard: Listener | None = None) -> Iterator[Liste
                     console.print(Text(event.text, style="yellow"))
             if heard is not None:
                 heard(event)
+            for remark in _remarks(event.prepared) if isinstance(event, Loaded) else ():
+                console.print(Text(f"  {remark}", style="dim"))
 
         yield hear
 
 
 def tell_preparation(loaded: Loaded, console: Console) -> None:
-    """One line: how many rows, what they are for, how many of them are new, how long it took; and where the lost ones
-    are."""
+    """One line: how many rows, what they are for, how many of them are new, how long it took; where lost ones are."""
     prepared = loaded.prepared
     uses = _uses(loaded)
     text = Text.assemble(
@@ -243,8 +244,6 @@ def tell_preparation(loaded: Loaded, console: Console) -> None:
         (f"   {prepared.num_encoded:,} encoded, {prepared.num_reused:,} from the store", "dim"),
     )
     console.print(text)
-    for remark in _remarks(prepared):
-        console.print(Text(f"  {remark}", style="dim"))
     if prepared.quarantine is not None:
         console.print(Text.assemble(("  lost rows are in ", "yellow"), str(prepared.quarantine)))
 
@@ -261,11 +260,12 @@ def _uses(loaded: Loaded) -> list[str]:
 
 
 def _remarks(prepared: Prepared) -> list[str]:
-    """How files were read, source by source, where that was found out or left to a default; each is told once."""
+    """What is to be known of the sources, and whether rows are on both sides."""
     import numpy as np
 
-    sides = [prepared.train] if prepared.eval is None else [prepared.train, prepared.eval]
-    told = [f"{source.name}: {remark}" for side in sides for source in side.sources for remark in source.remarks]
+    from luthier.preparation import remarks_on
+
+    told = remarks_on([*prepared.train.sources, *(prepared.eval.sources if prepared.eval is not None else ())])
     if prepared.eval is not None:
         held_out = prepared.eval.sample_ids
         same = int(np.isin(held_out, prepared.train.sample_ids).sum())
@@ -274,7 +274,7 @@ def _remarks(prepared: Prepared) -> list[str]:
                 f"{same:,} of {counted(len(held_out), 'held-out row is', 'held-out rows are')} "
                 f"trained on, too: their loss says little"
             )
-    return list(dict.fromkeys(told))
+    return told
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import BudgetError, ModelError, SourceError, StoreError, TemplateError, TokenizerError, UserError
 from luthier.loader.settings import mixture_of, units_of
 from luthier.packing.order import EpochOrder, RowOrder, hold_out_part
-from luthier.preparation import Quarantine, SourceInfo, empty_side, num_held_out
+from luthier.preparation import Quarantine, SourceInfo, empty_side, info_of, num_held_out, remarks_on
 from luthier.preparation.prepare import QUARANTINE_FILE
 from luthier.preparation.resolver import ResolvedPortion, resolve_portions
 from luthier.sources.files import find_files
@@ -77,6 +77,13 @@ class FeedFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_tried: int
     identity: str
     encoder: str
+
+    @property
+    def told(self) -> list[str]:
+        """How many rows there are, and what is to be known of their sources, in sentences."""
+        held_out = f", {self.num_eval_rows:,} held out" if self.num_eval_rows else ""
+        counts = f"rows: {sum(self.num_rows):,}, sources: {len(self.num_rows)}{held_out}"
+        return [counts, *remarks_on([*self.sources, *self.eval_sources])]
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -401,8 +408,8 @@ class _Feeding:
         identity = hashlib.sha256("\0".join(index.identity for index in indexes).encode()).hexdigest()
         facts = FeedFacts(
             num_rows=[len(index) for index in indexes],
-            sources=tuple(SourceInfo(name=source.name, weight=source.config.weight) for source in sources),
-            eval_sources=tuple(SourceInfo(name=source.name, weight=source.config.weight) for source in evaluation),
+            sources=tuple(info_of(source, self.config) for source in sources),
+            eval_sources=tuple(info_of(source, self.config) for source in evaluation),
             num_eval_portions=self.num_handed["eval"],
             num_eval_rows=self.num_kept,
             num_tried=self.num_tried,

@@ -12,11 +12,12 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from luthier.config.objective import OBJECTIVES
 from luthier.errors import RowDropped, RowError, UserError
 from luthier.ledger import HELD_OUT, SAME_AS_HELD_OUT, Ledger, way_out
 from luthier.packing.order import hold_out_part
@@ -24,15 +25,34 @@ from luthier.records import Address, Ints, Sample
 from luthier.store import SampleStore
 from luthier.writing import counted, whole_file
 
+if TYPE_CHECKING:
+    from luthier.config.schema import RunConfig
+    from luthier.sources.source import Source
+
+MOST_NAMES = 12  # of what is not read
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceInfo:
-    """A source by name, how often each of its rows is seen per epoch, and how its files were read where that was found
-    out or left to a default."""
+    """A source by name, how often each of its rows is seen per epoch, and in sentences: how its files were read where
+    that was found out or left to a default, and which of its columns and keys are not."""
 
     name: str
     weight: float
     remarks: tuple[str, ...] = ()
+
+
+def info_of(source: Source, config: RunConfig) -> SourceInfo:
+    """What is not read is told but for runs that draw their answers, whose rewards may read anything."""
+    unread = () if OBJECTIVES[config.objective.name].on_policy else source.unread
+    names = ", ".join(unread[:MOST_NAMES]) + (f" and {len(unread) - MOST_NAMES} more" * (len(unread) > MOST_NAMES))
+    told = (f"these columns and keys of its rows are not read: {names}",) if unread else ()
+    return SourceInfo(name=source.name, weight=source.config.weight, remarks=(*source.remarks, *told))
+
+
+def remarks_on(sources: Iterable[SourceInfo]) -> list[str]:
+    """What there is to say of the sources, each with the name of its own, once."""
+    return list(dict.fromkeys(f"{source.name}: {remark}" for source in sources for remark in source.remarks))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

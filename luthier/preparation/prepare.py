@@ -17,7 +17,7 @@ from luthier.config.machine import usable_cores
 from luthier.config.schema import RUN_CONFIG, RunConfig
 from luthier.errors import BudgetError, UserError, install_hint
 from luthier.ledger import Ledger
-from luthier.preparation import Numbering, Prepared, PreparedSet, Quarantine, SourceInfo, hold_out
+from luthier.preparation import Numbering, Prepared, PreparedSet, Quarantine, hold_out, info_of
 from luthier.preparation.resolver import Progress, ResolvedPortion, Resolver, read_in_order
 from luthier.preparation.sharing import UnitResolver, place_units, resolve_units
 from luthier.preparation.work_units import WorkUnits, decode_result
@@ -81,7 +81,7 @@ def prepare(
         num_reused += resolver.num_reused
     lost = quarantine.written
     store = SampleStore.open(folder, fingerprint=encoder.fingerprint)
-    sets = [collection.finish(store, max_drop=config.data.max_drop, lost=lost) for collection in collections]
+    sets = [collection.finish(store, config, lost) for collection in collections]
     # rows that are evaluated on are ordered among themselves, however many others were lost
     train, evaluation = sets[0], replace(sets[1], numbering=None) if eval_configs else None
     if evaluation is None and config.data.eval_split:
@@ -147,9 +147,9 @@ class Collection:
             self._file_ids.append(portion.file_ids[stays].astype(np.int32))
             self._row_numbers.append(portion.row_numbers[stays])
 
-    def finish(self, store: SampleStore, *, max_drop: float, lost: Path | None) -> PreparedSet:
+    def finish(self, store: SampleStore, config: RunConfig, lost: Path | None) -> PreparedSet:
         """The set of the rows that are kept. Raises `BudgetError` or `UserError`."""
-        self._check(max_drop, lost)
+        self._check(config.data.max_drop, lost)
         sample_ids = _joined(self._sample_ids, np.int64)
         is_used = np.zeros(len(store), dtype=np.bool_)
         is_used[sample_ids] = True
@@ -165,10 +165,7 @@ class Collection:
             file_ids=_joined(self._file_ids, np.int32),
             row_numbers=_joined(self._row_numbers, np.int64),
             files=tuple(self.files),
-            sources=tuple(
-                SourceInfo(name=source.name, weight=source.config.weight, remarks=source.remarks)
-                for source in self.sources
-            ),
+            sources=tuple(info_of(source, config) for source in self.sources),
             ledger=self.ledger,
             numbering=Numbering(
                 rows=_joined(self._rows, np.int64), counts=tuple(self._counts or [0] * len(self.sources))

@@ -11,6 +11,7 @@ from luthier.errors import SourceError
 from luthier.records import TargetRule
 from luthier.sources.formats import TAG_NAMES, Layout, build_tags
 from luthier.sources.formats.table import COLUMN_ALIASES, FORMATS, SAY_WHAT_IS_LEARNED, FormatRule, column_names
+from luthier.sources.formats.turns import says_something, unread_keys
 from luthier.writing import counted
 
 NUM_ROWS_SEEN = 100  # enough for columns that only some rows have, cheap for rows of megabytes
@@ -18,6 +19,7 @@ NUM_ROWS_SEEN = 100  # enough for columns that only some rows have, cheap for ro
 # Formats whose messages may be written as ShareGPT's or as OpenAI's; the rows show which.
 _EITHER_STYLE = (Format.PREFERENCE, Format.FEEDBACK, Format.PROMPT_COMPLETION, Format.PROMPT)
 NO_COLUMN = "none"  # `columns: {weight: none}`: the data's own column of that name means something else
+_OF_MESSAGES = ("messages", "prompt", "response", "chosen", "rejected")  # columns that may hold lists of messages
 _VERDICTS = ("true", "false", "desirable", "undesirable")
 # `observation_tag` is LLaMA-Factory's name; people who write `role: tool` look for this one.
 _TAG_ALIASES = {"tool_tag": "observation_tag"}
@@ -63,6 +65,18 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, object]]) ->
         text_limit=config.text_limit,
         version=rule.version,
     )
+
+
+def unread_names(layout: Layout, rows: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
+    """What the first rows say that their format passes over, where it has a value: columns, keys of messages
+    (``messages[].images``) and of their parts. () for formats of plugins, which may read whatever they like."""
+    if layout.version:
+        return ()
+    read = {*layout.columns.values(), "id"}
+    found = [name for row in rows for name, value in row.items() if name not in read and says_something(value)]
+    for column in map(layout.columns.get, _OF_MESSAGES):
+        found += [f"{column}[].{key}" for row in rows for key in unread_keys(row.get(str(column)), layout.tags)]
+    return tuple(dict.fromkeys(found))
 
 
 def _thinking_tags(config: SourceConfig) -> tuple[str, str] | None:

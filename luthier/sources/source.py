@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -38,9 +38,10 @@ from luthier.records import (
     ToolCall,
 )
 from luthier.sources import RawRow, RowBytes, decode_row, json_kind
-from luthier.sources.detect import NUM_ROWS_SEEN, detect_layout
+from luthier.sources.detect import NUM_ROWS_SEEN, detect_layout, unread_names
 from luthier.sources.files import FileKind
 from luthier.sources.formats import Layout
+from luthier.sources.formats.media import parted_slots, written_slots
 from luthier.sources.formats.reading import Reading
 from luthier.sources.formats.table import FORMATS, declared_by
 from luthier.sources.origins import HUB, MODELSCOPE, PRESET, LocalFiles, Origin, open_origin
@@ -98,6 +99,7 @@ class Source:
     origin: Origin
     reader: RowReader
     seed: int
+    unread: tuple[str, ...] = ()  # see `unread_names`
 
     @property
     def name(self) -> str:
@@ -234,10 +236,12 @@ def _open_source(config: SourceConfig, seed: int) -> Source:
 def _opened(config: SourceConfig, seed: int) -> Source:
     config = _take_count(config)
     origin = open_origin(config)
-    layout = detect_layout(config, _first_rows(origin, config))
+    rows = _first_rows(origin, config)
+    layout = detect_layout(config, rows)
     if layout.media_root is None and config.path.startswith((HUB, MODELSCOPE, PRESET)):
         layout = replace(layout, media_root="")  # there is no folder that paths could be relative to
-    return Source(config=config, origin=origin, reader=RowReader(layout=layout), seed=seed)
+    reader, unread = RowReader(layout=layout), unread_names(layout, rows)
+    return Source(config=config, origin=origin, reader=reader, seed=seed, unread=unread)
 
 
 def _take_count(config: SourceConfig) -> SourceConfig:
@@ -279,38 +283,6 @@ def _choose(count: int, size: int, seed: int) -> NDArray[np.integer]:
     """The numbers of ``size`` rows of ``count``, rising."""
     chosen = np.sort(np.random.default_rng(seed).choice(count, size=size, replace=False, shuffle=False))
     return chosen.astype(np.uint32) if count < 1 << 32 else chosen
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Texts that hold what a processor writes for an item: ``<|vision_start|><|image_pad|><|image_pad|><|vision_end|>``.
-#
-# Rows of this form were prepared for one model. They are told by their look alone, and only in rows that say in no
-# other way where their media stand; that a stretch is one item's, as many slots as its header promises, is checked
-# where the model's processor is known (`encoding.measuring`).
-
-
-_TOKEN = r"(?:<[^<>\n]{1,48}>|\[[A-Z_]{1,24}\])"
-# Tokens one behind the other, with no more between them than what processors write: line breaks, numbers ("12*15").
-_STRETCH = re.compile(rf"{_TOKEN}(?:[\s\d.*]{{0,12}}{_TOKEN})*")
-_REPEATED = re.compile(rf"({_TOKEN})\1")
-
-
-def written_slots(text: str) -> list[tuple[int, int]]:
-    """Where a text has stretches of tokens in which one is repeated: ``"a <i><i> b"`` -> ``[(2, 8)]``."""
-    return [found.span() for found in _STRETCH.finditer(text) if _REPEATED.search(found[0])]
-
-
-def parted_slots(text: str) -> list[tuple[int, int]]:
-    """The same with a stretch cut where its first token comes again: ``"<s><i><i><e><s><i><i><e>"`` has two items."""
-    parts = []
-    for start, end in written_slots(text):
-        first = re.match(_TOKEN, text[start:end])
-        assert first is not None, "a stretch begins with a token"
-        places = [start + found.start() for found in re.finditer(re.escape(first[0]), text[start:end])]
-        repeated = text.startswith(first[0] * 2, start)
-        edges = [start, end] if repeated else [*places, end]
-        parts += list(pairwise(edges))
-    return parts
 
 
 # --------------------------------------------------------------------------------------------------------------------

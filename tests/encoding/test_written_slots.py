@@ -13,7 +13,7 @@ import luthier
 from luthier.errors import RowError
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import ImageHeader
-from luthier.sources.source import parted_slots, written_slots
+from luthier.sources.formats.media import parted_slots, written_slots
 from tests.conftest import reason_is, refused
 from tests.media.tiny_folder import write_folder
 

@@ -10,7 +10,9 @@ import pytest
 
 from luthier.config.choices import Format
 from luthier.config.inputs import SourceConfig
+from luthier.config.schema import RunConfig
 from luthier.errors import RowError, SourceError
+from luthier.preparation import info_of
 from luthier.records import Conversation
 from luthier.sources.source import Source, open_sources
 from tests.conftest import refused
@@ -160,3 +162,40 @@ def test_a_column_that_the_config_names_and_no_row_has_is_named_with_those_there
         pair_of(tmp_path, row, columns=columns, **settings)
     assert "'qestion'" in refused.value.message and "question, reply" in refused.value.message
     assert "question" in str(refused.value.hint)
+
+
+def test_what_no_format_reads_is_told_where_it_has_a_value(tmp_path: Path) -> None:
+    def unread(row: dict[str, Any], **settings: Any) -> tuple[str, ...]:
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        return open_sources([SourceConfig(path=str(tmp_path / "rows.jsonl"), **settings)], seed=0)[0].unread
+
+    answer = {"role": "assistant", "content": "a", "reasoning_content": "t", "name": None, "weight": 1, "spans": []}
+    image = {"type": "image", "image": "a.png", "max_pixels": 7, "min_pixels": None}
+    user = {"role": "user", "content": [{"type": "text", "text": "q"}, image]}
+    assert unread({"id": "1", "messages": [user, answer], "tools": [], "system": "s"}) == (
+        "messages[].content[].max_pixels",
+    )
+    masked = answer | {"loss_mask": 0, "refusal": None}
+    assert unread({"messages": [user | {"content": "q"}, masked], "chat_template_kwargs": {"x": 1}, "source": ""}) == (
+        "chat_template_kwargs",
+        "messages[].loss_mask",
+    )
+    # axolotl's key takes the place of all others, and a column may be read under another name
+    trained = {"role": "assistant", "content": "a", "learn": True, "train": True}
+    found = unread({"talk": [{"role": "user", "content": "q"}, trained]}, columns={"messages": "talk"},
+                   format="messages", tags={"train_tag": "learn"})  # fmt: skip
+    assert found == ("talk[].train",)
+    sides = {"chosen": [{"role": "assistant", "content": "a", "score": 1}], "rejected": "b", "score_chosen": 1.0}
+    assert unread({"prompt": "q", **sides}) == ("score_chosen", "chosen[].score")
+
+
+def test_what_a_run_does_not_read_is_told_but_for_rewards(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "completion": "a", **{f"column{n}": n for n in range(20)}}) + "\n")
+    (source,) = open_sources([SourceConfig(path=str(path))], seed=0)
+    for objective, is_told in (("sft", True), ("rl", False)):
+        model = {"name_or_path": "preset:tiny-qwen3"}
+        told = {"model": model, "objective": objective, "data": {"train": [{"path": str(path)}]}}
+        config = RunConfig.model_validate({**told, "output": {"dir": str(tmp_path)}})
+        remarks = info_of(source, config).remarks
+        assert any("column11 and 8 more" in remark for remark in remarks) == is_told == bool(remarks)

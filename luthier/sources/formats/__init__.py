@@ -124,8 +124,8 @@ MAX_SPANS = 10_000  # in one text; marking them takes seconds where all of them 
 _TRAIN_KEYS = ("train", "training", "loss")  # ours and axolotl's, axolotl's, ms-swift's
 _WEIGHT_KEYS = ("weight", "loss_weight")  # OpenAI's, LLaMA-Factory v1's
 _DETAIL_KEYS = ("train_detail", "training_detail")  # axolotl's spans
-_FLAG_KEYS = frozenset({*_TRAIN_KEYS, *_WEIGHT_KEYS})
-_SPAN_KEYS = ("spans", *_DETAIL_KEYS)
+FLAG_KEYS = frozenset({*_TRAIN_KEYS, *_WEIGHT_KEYS})
+SPAN_KEYS = ("spans", *_DETAIL_KEYS)
 _MARKER_LENGTH = len("<image>")  # of all markers: <image>, <video>, <audio>
 
 
@@ -145,7 +145,7 @@ def read_flags(item: dict[str, object]) -> tuple[bool | None, float]:
     A weight of 0 means that it is not trained. ``loss_weight`` is written on every message of LLaMA-Factory's v1 rows,
     so a positive one says that this message is trained, whoever speaks.
     """
-    if _FLAG_KEYS.isdisjoint(item):  # most say nothing
+    if FLAG_KEYS.isdisjoint(item):  # most say nothing
         return None, 1.0
     train = read_train(item)
     weight = 1.0
@@ -195,7 +195,7 @@ def read_spans(item: dict[str, object], text: object) -> tuple[bool | None, list
     not in it. axolotl's ``train_detail`` is read as axolotl means it: its ends are in, the message is trained if the
     list is not empty, and what no entry names is not. Raises `RowError` (``bad_span``).
     """
-    keys = [key for key in _SPAN_KEYS if item.get(key) is not None]
+    keys = [key for key in SPAN_KEYS if item.get(key) is not None]
     if not keys:
         return None, []
     if len(keys) > 1:

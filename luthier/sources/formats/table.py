@@ -369,7 +369,7 @@ _WEIGHT = {"weight": ("weight", "loss_weight")}
 _LOSS = {"train_on": ("train_on",), "continue_final_message": ("continue_final_message",), **_WEIGHT}
 # What judges drawn answers takes it for the right answer. Where nobody names it, `Reading` knows the usual names.
 _EXPECTED: Mapping[str, tuple[str, ...]] = {"expected": ()}
-_SHARED = {"system": ("system", "system_prompt"), "tools": ("tools",), **_MEDIA, **_EXPECTED}
+_SHARED = {"system": ("system", "system_prompt"), "tools": ("tools", "functions"), **_MEDIA, **_EXPECTED}
 _PAIR = {
     "chosen": ("chosen", "chosen_messages", "chosen_response"),
     "rejected": ("rejected", "rejected_messages", "rejected_response"),

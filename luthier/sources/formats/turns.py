@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from luthier.errors import RowError
 from luthier.records import Audio, Conversation, Image, Message, Part, Text, Thinking, ToolCall, Video
 from luthier.sources import decode_text, json_kind
-from luthier.sources.formats import FUNCTION_CALL, Tags, mark_spans, read_flags, read_mark, read_spans
-from luthier.sources.formats.media import MediaQueue, names_media, read_media
+from luthier.sources.formats import (
+    FLAG_KEYS,
+    FUNCTION_CALL,
+    SPAN_KEYS,
+    Tags,
+    mark_spans,
+    read_flags,
+    read_mark,
+    read_spans,
+)
+from luthier.sources.formats.media import COLUMN_OF_KIND, MediaQueue, names_media, read_media
 
 _STYLES = (("role", "content"), ("from", "value"))
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -23,6 +32,11 @@ _MEDIA_KINDS = {
     "image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video",
     "audio": "audio", "audio_url": "audio", "input_audio": "audio",
 }  # fmt: skip
+_KEYS = frozenset({*_REASONING_KEYS, *SPAN_KEYS, "tool_calls", "function_call", "name", "tool_call_id"})
+_PART_KEYS = frozenset(
+    {*_MEDIA_KINDS, *FLAG_KEYS, *SPAN_KEYS, "type", "text", "value", "content", "thinking", "reasoning", "name", "id",
+     "arguments", "function", "url", "path", "bytes", "base64", "data", "frames", "array", "fps", "sampling_rate"}
+)  # fmt: skip
 
 
 def read_messages(value: object, *, field: str, tags: Tags, media: MediaQueue) -> list[Message]:
@@ -66,7 +80,37 @@ def read_message(message: object, *, tags: Tags, media: MediaQueue) -> Message:
     return _read_full_message(message, role, tags=tags, media=media)
 
 
+def unread_keys(messages: object, tags: Tags) -> Iterator[str]:
+    """What a list of messages says that `read_messages` passes over: keys of messages, and of parts
+    (``content[].max_pixels``), that have a value."""
+    for message in messages if type(messages) is list else ():
+        if type(message) is not dict or tags.role not in message:
+            continue
+        flags = FLAG_KEYS if tags.train is None else {tags.train}
+        read = _KEYS | flags | {tags.role, tags.content}
+        yield from (key for key, value in message.items() if key not in read and says_something(value))
+        content = message.get(tags.content)
+        for part in content if type(content) is list else ():
+            said = part.items() if type(part) is dict else ()
+            yield from (
+                f"{tags.content}[].{key}" for key, value in said if key not in _PART_KEYS and says_something(value)
+            )
+
+
+def says_something(value: object) -> bool:
+    """Whether it is more than null, or an empty text, list or object."""
+    return not (value is None or (type(value) in (str, list, dict) and not value))
+
+
 def _read_full_message(message: dict[str, object], role: str, *, tags: Tags, media: MediaQueue) -> Message:
+    for kind, column in COLUMN_OF_KIND.items():
+        if key := next((key for key in (column, kind) if key != tags.content and says_something(message.get(key))), ""):
+            what = (
+                f"{key} of a message: write each into its content, as a part {{type: {kind}, {kind}: …}}, or into the "
+            )
+            raise RowError(
+                "bad_media", what + f"row's column {column}, with <{kind}> in the text where it is", field=key
+            )
     parts = _reasoning(message, role)
     thinking = None if parts else tags.thinking  # where it stands apart, what tags there are in the text are text
     content = message.get(tags.content)
@@ -158,6 +202,8 @@ def _read_part(item: object, role: str, thinking: tuple[str, str] | None, media:
             calls: list[Part] = [*read_calls(item.get("value", item))]
             return _flagged(item, None, calls) if "value" in item else calls
         case "tool_result":
+            if role != "tool":
+                raise RowError("bad_part", f"a tool's result is a message of the role tool, this is a {role} message")
             text = _part_text(item, ("value", "text", "content"))
             return _flagged(item, text, [Text(text=text)])
         case _:
