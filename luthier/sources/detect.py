@@ -20,6 +20,8 @@ NUM_ROWS_SEEN = 100  # enough for columns that only some rows have, cheap for ro
 _EITHER_STYLE = (Format.PREFERENCE, Format.FEEDBACK, Format.PROMPT_COMPLETION, Format.PROMPT)
 NO_COLUMN = "none"  # `columns: {weight: none}`: the data's own column of that name means something else
 _OF_MESSAGES = ("messages", "prompt", "response", "chosen", "rejected")  # columns that may hold lists of messages
+_ASKS = ("query", "question", "problem", "input", "document", "article", "source")  # usual names, for a way out
+_ANSWERS = ("response", "answer", "answers", "output", "target", "solution", "summary", "highlights", "caption")
 _VERDICTS = ("true", "false", "desirable", "undesirable")
 # `observation_tag` is LLaMA-Factory's name; people who write `role: tool` look for this one.
 _TAG_ALIASES = {"tool_tag": "observation_tag"}
@@ -256,7 +258,11 @@ def _unrecognised(path: str, seen: Sequence[str]) -> SourceError:
     for kind, rule in FORMATS.items():
         needs = " | ".join(" + ".join("/".join(rule.columns[name]) for name in names) for names in rule.needs)
         lines.append(f"  {kind} needs: {needs}")
-    meant = f"prompt: {seen[0]}, response: {seen[1]}" if len(seen) > 1 else f"text: {seen[0] if seen else '…'}"
+    meant = f"text: {seen[0] if seen else '…'}"
+    if len(seen) > 1:
+        answers = next((name for name in _ANSWERS if name in seen), seen[1])
+        asks = next(name for name in (*_ASKS, *seen) if name in seen and name != answers)
+        meant = f"prompt: {asks}, response: {answers}"
     hint = (
         f"say which columns are what, in the place of the path alone: {{path: {path}, columns: {{{meant}}}}} (of plain "
         f"text {{text: …}}), or name a format"

@@ -199,3 +199,21 @@ def test_what_a_run_does_not_read_is_told_but_for_rewards(tmp_path: Path) -> Non
         config = RunConfig.model_validate({**told, "output": {"dir": str(tmp_path)}})
         remarks = info_of(source, config).remarks
         assert any("column11 and 8 more" in remark for remark in remarks) == is_told == bool(remarks)
+
+
+@pytest.mark.parametrize(
+    ("names", "meant"),
+    [
+        (("type", "query", "original_question", "response"), "{prompt: query, response: response}"),
+        (("article", "highlights", "id"), "{prompt: article, response: highlights}"),
+        (("answer", "b"), "{prompt: b, response: answer}"),
+        (("content",), "{text: content}"),
+    ],
+)
+def test_the_way_out_names_columns_that_look_like_questions_and_answers(
+    tmp_path: Path, names: tuple[str, ...], meant: str
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [dict.fromkeys(names, "x")])
+    with pytest.raises(SourceError) as caught:
+        source_of(path)
+    assert meant in str(caught.value.hint)
