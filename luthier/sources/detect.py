@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from luthier.config.choices import Format, SameRole, ThinkingStyle
 from luthier.config.explain import nearest_names
 from luthier.config.inputs import SourceConfig
 from luthier.errors import SourceError
 from luthier.records import TargetRule
-from luthier.sources.formats import TAG_NAMES, Layout, build_tags
+from luthier.sources.formats import FLAG_KEYS, TAG_NAMES, Layout, Tags, build_tags
 from luthier.sources.formats.table import COLUMN_ALIASES, FORMATS, SAY_WHAT_IS_LEARNED, FormatRule, column_names
-from luthier.sources.formats.turns import says_something, unread_keys
+from luthier.sources.formats.turns import MESSAGE_KEYS, OF_FRAMES, PART_KEYS, RATES, says_something
 from luthier.writing import counted
 
 NUM_ROWS_SEEN = 100  # enough for columns that only some rows have, cheap for rows of megabytes
@@ -77,8 +77,25 @@ def unread_names(layout: Layout, rows: Sequence[Mapping[str, object]]) -> tuple[
     read = {*layout.columns.values(), "id"}
     found = [name for row in rows for name, value in row.items() if name not in read and says_something(value)]
     for column in map(layout.columns.get, _OF_MESSAGES):
-        found += [f"{column}[].{key}" for row in rows for key in unread_keys(row.get(str(column)), layout.tags)]
+        found += [f"{column}[].{key}" for row in rows for key in _unread_keys(row.get(str(column)), layout.tags)]
     return tuple(dict.fromkeys(found))
+
+
+def _unread_keys(messages: object, tags: Tags) -> Iterator[str]:
+    """What a list of messages says that `read_messages` passes over: keys of messages, and of parts
+    (``content[].max_pixels``), that have a value."""
+    for message in messages if type(messages) is list else ():
+        if type(message) is not dict or tags.role not in message:
+            continue
+        flags = FLAG_KEYS if tags.train is None else {tags.train}
+        read = MESSAGE_KEYS | flags | {tags.role, tags.content}
+        yield from (key for key, value in message.items() if key not in read and says_something(value))
+        content = message.get(tags.content)
+        for part in content if type(content) is list else ():
+            if type(part) is dict:
+                rates = RATES if any(type(part.get(key)) is list for key in OF_FRAMES) else ()
+                left = (key for key in part if key not in PART_KEYS and key not in rates)
+                yield from (f"{tags.content}[].{key}" for key in left if says_something(part[key]))
 
 
 def _thinking_tags(config: SourceConfig) -> tuple[str, str] | None:

@@ -45,6 +45,16 @@ def test_media_bytes_and_parts_without_a_reference() -> None:
         chat(bare, images=[{"bytes": "?"}])
 
 
+def test_the_rate_of_a_videos_frames_stands_beside_them_or_with_them() -> None:
+    frames = ["1.png", "2.png"]
+    ways = ({"video": frames, "fps": 1}, {"video": frames, "sample_fps": 1}, {"frames": frames, "fps": 1})
+    for way in (*ways, {"video": {"frames": frames, "fps": 1}}, {"value": frames, "fps": 1.0}):
+        (part,) = chat({"role": "user", "content": [{"type": "video", **way}]}, ASSISTANT).messages[0].parts
+        assert part == Video(source=("data/1.png", "data/2.png"), root="data", fps=1.0)
+    (part,) = chat({"role": "user", "content": [{"type": "video", "video": frames}]}, ASSISTANT).messages[0].parts
+    assert part == Video(source=("data/1.png", "data/2.png"), root="data")
+
+
 @pytest.mark.parametrize(("text", "images"), [("<image>", ["a", "b"]), ("<image><image>", ["a"]), ("none", ["a"])])
 def test_places_and_media_must_agree_in_number(text: str, images: list[str]) -> None:
     with pytest.raises(RowError, match=rf"media_count: {text.count('<image>')} places? .* {len(images)} in the row"):

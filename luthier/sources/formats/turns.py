@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from luthier.errors import RowError
@@ -32,11 +32,13 @@ _MEDIA_KINDS = {
     "image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video",
     "audio": "audio", "audio_url": "audio", "input_audio": "audio",
 }  # fmt: skip
-_KEYS = frozenset({*_REASONING_KEYS, *SPAN_KEYS, "tool_calls", "function_call", "name", "tool_call_id"})
-_PART_KEYS = frozenset(
+MESSAGE_KEYS = frozenset({*_REASONING_KEYS, *SPAN_KEYS, "tool_calls", "function_call", "name", "tool_call_id"})
+PART_KEYS = frozenset(
     {*_MEDIA_KINDS, *FLAG_KEYS, *SPAN_KEYS, "type", "text", "value", "content", "thinking", "reasoning", "name", "id",
-     "arguments", "function", "url", "path", "bytes", "base64", "data", "frames", "array", "fps", "sampling_rate"}
+     "arguments", "function", "url", "path", "bytes", "base64", "data", "frames", "array", "sampling_rate"}
 )  # fmt: skip
+RATES = ("fps", "sample_fps")  # of a part with the frames of a video: ours, and that of Qwen's utilities
+OF_FRAMES = ("frames", "video", "video_url", "value")
 
 
 def read_messages(value: object, *, field: str, tags: Tags, media: MediaQueue) -> list[Message]:
@@ -78,23 +80,6 @@ def read_message(message: object, *, tags: Tags, media: MediaQueue) -> Message:
         parts = split_thinking(content, tags.thinking) if role == "assistant" else media.split(content)
         return Message(role=role, parts=tuple(parts))
     return _read_full_message(message, role, tags=tags, media=media)
-
-
-def unread_keys(messages: object, tags: Tags) -> Iterator[str]:
-    """What a list of messages says that `read_messages` passes over: keys of messages, and of parts
-    (``content[].max_pixels``), that have a value."""
-    for message in messages if type(messages) is list else ():
-        if type(message) is not dict or tags.role not in message:
-            continue
-        flags = FLAG_KEYS if tags.train is None else {tags.train}
-        read = _KEYS | flags | {tags.role, tags.content}
-        yield from (key for key, value in message.items() if key not in read and says_something(value))
-        content = message.get(tags.content)
-        for part in content if type(content) is list else ():
-            said = part.items() if type(part) is dict else ()
-            yield from (
-                f"{tags.content}[].{key}" for key, value in said if key not in _PART_KEYS and says_something(value)
-            )
 
 
 def says_something(value: object) -> bool:
@@ -230,8 +215,10 @@ def _flagged(item: dict[str, object], text: str | None, parts: list[Part]) -> li
 def _read_media_part(item: dict[str, object], kind: str, media: MediaQueue) -> Part:
     media_kind = _MEDIA_KINDS[kind]
     for key in (kind, "value", media_kind):
-        if item.get(key) is not None:
-            return read_media(media_kind, item[key], media.root)
+        if (value := item.get(key)) is not None:
+            if type(value) is list and media_kind == "video":  # its frames; how many a second, the part says
+                value = {"frames": value, "fps": next((item[name] for name in RATES if item.get(name)), None)}
+            return read_media(media_kind, value, media.root)
     if names_media(item):
         return read_media(media_kind, item, media.root)
     return media.take(media_kind)  # {"type": "image"}: the next one of the row's column
