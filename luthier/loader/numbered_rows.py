@@ -230,13 +230,15 @@ class RowTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArrivalSettings:
-    """What decides which of the arriving rows stay, and in which cuts. ``counts``: rows of each source."""
+    """What decides which of the arriving rows stay, and in which cuts. ``counts``: rows of each source; ``asked``: see
+    `SegmentIndex`."""
 
     counts: tuple[int, ...]
     sources: tuple[SourceInfo, ...]
     max_length: int
     overflow: Overflow
     max_drop: float
+    asked: bool = False
 
 
 class ArrivingRows(RowTable):
@@ -321,7 +323,8 @@ class ArrivingRows(RowTable):
             sources=self.settings.sources,
             ledger=ledger,
         )
-        return SegmentIndex(kept, max_length=self.settings.max_length, overflow=self.settings.overflow)
+        limit, asked = self.settings.max_length, self.settings.asked
+        return SegmentIndex(kept, max_length=limit, overflow=self.settings.overflow, asked=asked)
 
 
 def places_of(index: SegmentIndex) -> Places:

@@ -178,6 +178,11 @@ def units_of(config: RunConfig) -> UnitKind:
             return UnitKind.FEEDBACK_KL if config.objective.estimates_kl else UnitKind.FEEDBACK
 
 
+def asks_rows(config: RunConfig) -> bool:
+    """Whether the rows of training are questions, which the run answers itself: one a row."""
+    return OBJECTIVES[config.objective.name].on_policy
+
+
 def media_of(config: RunConfig, tokenizer_folder: Path) -> MediaInputs | None:
     """What gives batches the inputs of a multimodal model; None: the run's model reads text alone."""
     source = MediaSource.of_model(tokenizer_folder, config.model, config.media)
@@ -384,7 +389,8 @@ def load_rows(
     limit, overflow, units = config.data.max_length, config.data.overflow, units_of(config)
     with closing(lost_rows_of(config, trains=trains)) as lost:
         prepared = prepare(config, encoder, on_progress=on_progress, ray_address=ray_address, quarantine=lost)
-        train, held_out = SegmentIndex(prepared.train, max_length=limit, overflow=overflow, units=units), None
+        asked, held_out = asks_rows(config), None
+        train = SegmentIndex(prepared.train, max_length=limit, overflow=overflow, units=units, asked=asked)
         lost.add_all(train.losses(), split="train")
         if prepared.eval is not None:
             held_out = SegmentIndex(prepared.eval, max_length=limit, overflow=overflow, units=units)

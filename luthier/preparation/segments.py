@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,17 +56,24 @@ class SegmentIndex:
     lost_rows: Ints
 
     def __init__(
-        self, prepared: PreparedSet, *, max_length: int, overflow: Overflow, units: UnitKind = UnitKind.NONE
+        self,
+        prepared: PreparedSet,
+        *,
+        max_length: int,
+        overflow: Overflow,
+        units: UnitKind = UnitKind.NONE,
+        asked: bool = False,
     ) -> None:
-        """Plan all cuts; tokens are read only of segments that have to be cut.
+        """Plan all cuts; tokens are read only of segments that have to be cut. ``asked``: rows are questions, so each
+        has one segment, with its last answer.
 
         Raises `UserError` under ``Overflow.ERROR`` for the first segment that is too long, and as `cut_units`.
         """
         self.prepared, self.units, self._max_length = prepared, units, max_length
         self.ledger = Ledger.from_json(prepared.ledger.to_json())
-        leaves = Leaves.of_rows(prepared)
+        leaves = Leaves.of_rows(prepared).asked() if asked else Leaves.of_rows(prepared)
         if units is UnitKind.NONE:
-            cuts = cut_leaves(prepared, leaves, max_length=max_length, overflow=overflow)
+            cuts = cut_leaves(prepared, leaves, max_length=max_length, overflow=overflow, asked=asked)
         else:
             cuts = cut_units(prepared, leaves, max_length=max_length, overflow=overflow, units=units)
         self._take(leaves, cuts)
@@ -292,6 +299,13 @@ class Leaves:
             held=prepared.store.leaf_held(prepared.sample_ids),
         )
 
+    def asked(self) -> Leaves:
+        """Of each row the one with its last answer, or the question that needs none."""
+        places = np.flatnonzero((self.num_targets > 0) | self.is_question)
+        last = places[np.diff(self.row[places], append=-1) != 0]
+        columns = {each.name: getattr(self, each.name)[last] for each in fields(self)}
+        return Leaves(**columns | {"held": np.zeros(len(last), dtype=np.int64)})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Cuts:
@@ -307,8 +321,11 @@ class Cuts:
     notes: Counter[str] = field(default_factory=Counter)
 
 
-def cut_leaves(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflow: Overflow) -> Cuts:
-    """Each leaf on its own. Raises `UserError` under ``Overflow.ERROR`` for the first that is too long."""
+def cut_leaves(
+    prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflow: Overflow, asked: bool = False
+) -> Cuts:
+    """Each leaf on its own; ``asked``: only windows that the last answer ends in. Raises `UserError` under
+    ``Overflow.ERROR`` for the first that is too long."""
     fits = leaves.lengths <= max_length
     needed = (leaves.num_targets > 0) | leaves.is_question
     cuts = Cuts(whole=np.flatnonzero(fits & needed), dropped=overflow in (Overflow.DROP, Overflow.KEEP_ANSWER))
@@ -322,12 +339,13 @@ def cut_leaves(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overfl
             prepared.store.release()
         segment = leaf_segment(prepared[int(leaves.row[leaf])], int(leaves.number[leaf]))
         windows = plan_windows(segment, max_length=max_length, overflow=overflow)
-        useful = [window for window in windows if window.num_targets]
+        end = learned_length(segment.target) if asked else 0
+        useful = [window for window in windows if window.num_targets and window.stop >= end]
         cuts.leaf.extend([leaf] * len(useful))
         cuts.windows.extend(useful)
         if useful:
             cuts.notes[_NOTE_OF[overflow]] += 1
-            cuts.notes["window_without_target"] += len(windows) - len(useful)
+            cuts.notes["window_without_target"] += sum(not window.num_targets for window in windows)
     prepared.store.release()
     return cuts
 

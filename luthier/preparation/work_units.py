@@ -331,7 +331,7 @@ class Placing:
     def __init__(self) -> None:
         self._files: dict[str, int] = {}
         self._num_rows = 0
-        self._num_lines: Counter[str] = Counter()
+        self._num_lines: Counter[tuple[int, str]] = Counter()  # of a source's file, as two sources may read one
 
     def place(self, unit: LineUnit | None, source: int, result: UnitResult, sample_ids: Ints) -> ResolvedPortion:
         """The next unit's rows; ``unit`` None if its row numbers need no shift."""
@@ -341,8 +341,8 @@ class Placing:
             numbers = np.array([self._number(file) for file in result.files], dtype=np.int64)
             file_ids = numbers[np.frombuffer(result.file_ids, np.int64)]
         else:
-            row_numbers = row_numbers + self._num_lines[unit.file.path]
-            self._num_lines[unit.file.path] += result.num_lines
+            row_numbers = row_numbers + self._num_lines[source, unit.file.path]
+            self._num_lines[source, unit.file.path] += result.num_lines
             file_ids = np.full(len(result), self._number(unit.file.path) if len(result) else 0, dtype=np.int64)
         names = list(self._files)
         ledger = Ledger(read=len(result) - len(result.lost), prepared=len(result) - len(result.lost))

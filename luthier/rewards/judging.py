@@ -58,9 +58,10 @@ class DrawnAnswer:
     messages: tuple[Message, ...] = ()
     has_media: bool = False
 
-    def saying(self, text: str) -> DrawnAnswer:
-        """The same question with another answer, which is finished."""
-        return replace(self, generated=text, finished=True, ids=None, conversation=(), messages=())
+    def saying(self, text: str, num_tokens: int) -> DrawnAnswer:
+        """The same question with another answer, which is finished. No environment has seen it."""
+        other = replace(self, generated=text, num_tokens=num_tokens, finished=True, outcome=None)
+        return replace(other, ids=None, conversation=(), messages=())
 
 
 MATCHES = "matches:"  # before a pattern that whole answers are held against
@@ -122,7 +123,9 @@ class RewardJudge:
                 elif found is not None:
                     values_NF[place, number] = found
         weights_F = np.array([reward.weight for reward in self.rewards])
-        silent_N = np.isnan(values_NF).all(axis=1)
+        silent_N = np.isnan(values_NF[:, weights_F != 0]).all(
+            axis=1
+        )  # a reward of weight 0 is told, and judges nothing
         total_N = np.where(silent_N, nan, np.nansum(values_NF * weights_F, axis=1))
         reasons_N = [(why or NO_OPINION) if silent else "" for why, silent in zip(reasons_N, silent_N, strict=True)]
         return Judged(total_N=total_N, values_NF=values_NF, missing=missing, reasons_N=reasons_N)

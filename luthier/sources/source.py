@@ -437,18 +437,19 @@ class RowsByAddress:
     """Where each row is, is found at the first question: all files are read once. Takes some 200 bytes a row."""
 
     sources: list[Source]
-    _places: dict[Address, tuple[int, int]] | None = None
+    _places: dict[Address | None, tuple[int, int]] | None = None
     _indexes: dict[int, RowIndex] = field(default_factory=dict)
 
     def read(self, address: Address) -> RawRow:
         """The row as its file has it. Raises `RowError`, and `SourceError` where there is no such row any more."""
         if self._places is None:
-            self._places = {
-                row.address: (which, number)
-                for which, source in enumerate(self.sources)
-                for number, row in enumerate(source.row_bytes())
-                if row.address is not None
-            }
+            self._places = {}
+            for which, source in enumerate(self.sources):
+                for number, row in enumerate(source.row_bytes()):
+                    first, _ = self._places.setdefault(row.address, (which, number))
+                    if self.sources[first].reader != source.reader and row.address is not None:
+                        what = f"{row.address}: two data sets read this row, each in a way of its own"
+                        raise SourceError(what, hint="give each a file: here rows are found by file and number")
         if address not in self._places:
             raise SourceError(f"{address}: there is no such row", hint="the data changed after it was prepared")
         which, number = self._places[address]
@@ -464,8 +465,7 @@ class RowsByAddress:
 
     def _index(self, which: int) -> RowIndex:
         if which not in self._indexes:
-            index = self.sources[which].index()
-            if index is None:
+            if (index := self.sources[which].index()) is None:
                 name = self.sources[which].name
                 raise SourceError(f"{name}: rows of a stream cannot be read again", hint="load it without streaming")
             self._indexes[which] = index

@@ -275,8 +275,8 @@ def _rollouts(setup: RunSetup, how: CollateSettings, losses: StepLosses, *, shar
         score = partial(losses.as_drawn, model) if objective.learned is Learned.COMPARED else None
         stops = frozenset(tokenizer.stop_token_ids)
         probes = SamplerProbes(engine=engine, trained=local, watch=losses.gaps, layout=layout, stops=stops)
-    by_reward = objective.learned is not Learned.ALL
-    judge = _judge(setup)
+    judge, count = _judge(setup), lambda text: len(tokenizer.encode_whole(text))
+    warnings = EarlyWarnings(judge=judge.judge, tell=hooks.note, num_tokens=count)
     return Rollouts(
         config=config.rollout,
         engine=engine,
@@ -292,7 +292,7 @@ def _rollouts(setup: RunSetup, how: CollateSettings, losses: StepLosses, *, shar
         folder=config.output.dir,
         world=setup.world,
         tell=hooks.note,
-        warnings=EarlyWarnings(judge=judge.judge, tell=hooks.note) if setup.world.is_main and by_reward else None,
+        warnings=warnings if setup.world.is_main and objective.learned is not Learned.ALL else None,
         learned=objective.learned,
         delivery=delivery,
         spare=_spare(setup),

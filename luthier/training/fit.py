@@ -362,7 +362,7 @@ def _answer(run: Run, questions: list[Question] | HeldOutTalks) -> None:
                 measures=measures,
             )
             if isinstance(rollouts, Rollouts):
-                answers = with_rewards(answers, questions, rollouts, answering(config))
+                answers = with_rewards(answers, questions, rollouts, answering(config), measures.drawn)
         sharding.give_up_gathered(run_model.model)
         hooks.tell(answers)
         if unjudged := answers.unjudged:

@@ -6,7 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -133,10 +133,12 @@ def wanted(segments: Segments) -> Sequence[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AnswerMeasures:
-    """What is measured of answers: metrics by name, and who judges for the metric ``judge``."""
+    """What is measured of answers: metrics by name, and who judges for the metric ``judge``. ``drawn`` takes in the
+    answers themselves, by the number of their question."""
 
     metrics: Mapping[str, Metric]
     judge: AnswerScorer | None = None
+    drawn: dict[int, Completion] = field(default_factory=dict)
 
 
 def answer_all(
@@ -168,6 +170,8 @@ def answer_all(
             case Completion():
                 texts[answer.key] = answer.text(tokenizer, settings.stop_strings)
                 answered[answer.key] = answer.finish is Finish.STOP
+                if measures is not None:
+                    measures.drawn[answer.key] = answer
                 if judge is not None:
                     prompt = questions[answer.key].prompt
                     read[answer.key] = read_back(prompt, answer.ids, tokenizer, settings.stop_strings)

@@ -109,7 +109,6 @@ class Trainer:
         self._interval = step_losses.LossSums(
             () if parts.stream.rollouts else parts.sources, parts.measured, args.device
         )
-        self._last_logged = 0
         self._last_update: dict[str, Any] = {}
         self.in_backward: BackwardUpdates | None = None
         self._loss_of_run = torch.zeros((), dtype=torch.float64, device=args.device)
@@ -232,6 +231,8 @@ class Trainer:
         self.wrapped.train()
         self.optimizer.train()
         for number in range(self.passes):
+            if number and isinstance(self.parts.losses, step_losses.AnswerLosses):  # compared by the weights of now
+                self.parts.losses.begin_step(self.model, [*first, last], self._sum_of_ranks)
             for batch in first:
                 with self.accelerator.no_sync(self.wrapped):
                     self._learn(batch)
@@ -390,8 +391,7 @@ class Trainer:
         value, best = metrics[name], self.state.best_metric
         if isinstance(self.lr_scheduler, ON_METRIC):
             self.lr_scheduler.step(value)
-        worst = -math.inf if self.args.greater_is_better else math.inf
-        best = worst if best is None else best
+        best = best if best is not None else -math.inf if self.args.greater_is_better else math.inf
         if value > best if self.args.greater_is_better else value < best:
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
             self.control.should_save = self.control.should_save or self.parts.config.eval.load_best_model_at_end

@@ -108,6 +108,14 @@ def test_rows_come_back_in_the_order_in_which_they_were_read_with_their_addresse
     assert prepared.quarantine is None
 
 
+def test_rows_of_a_file_that_two_data_sets_name_have_its_numbers(tmp_path, make_config):
+    file = write(tmp_path / "rows.jsonl", [line("one"), line("!bad"), line("two")])
+    config = make_config(file, {"path": str(file), "weight": 2.0})
+    prepared = prepare(config, LetterEncoder())
+    assert prepared.train.row_numbers.tolist() == [1, 3, 1, 3]
+    assert [row["address"] for row in quarantine(prepared.quarantine)] == [f"{file}:2"] * 2
+
+
 def test_every_row_that_is_read_is_trained_or_in_the_quarantine_file(tmp_path, make_config):
     rows = write(tmp_path / "rows.jsonl", [line("a"), "{broken", line("!b"), line("-c"), '{"messages": []}', line("d")])
     prepared = prepare(make_config(rows), LetterEncoder())

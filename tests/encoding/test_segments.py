@@ -113,6 +113,18 @@ def test_a_row_stays_while_one_of_its_leaves_does(tmp_path):
     assert lost.ledger.notes == {}
 
 
+@pytest.mark.parametrize("overflow", [Overflow.DROP, Overflow.TRUNCATE, Overflow.SPLIT])
+def test_a_row_that_is_asked_has_one_segment_with_its_last_answer(tmp_path, overflow):
+    rewritten = sample("..AA.A", (-1, 2), (0, 2), (0, 2))  # the template shows the first turn otherwise in the second
+    cut = sample("..A...AA")  # its last answer is beyond the limit
+    prepared = prepared_of(tmp_path, [rewritten, sample("..A.A"), cut])
+    index = SegmentIndex(prepared, max_length=5, overflow=overflow, asked=True)
+    asked = {Overflow.DROP: [], Overflow.TRUNCATE: [], Overflow.SPLIT: ["...AA"]}[overflow]
+    assert patterns(index) == ["...A", "..A.A", *asked]
+    assert index.place(0)[0] == 1 and "window_without_target" not in index.ledger.notes
+    assert index.ledger.lost == 1 - len(asked)
+
+
 def test_a_leaf_without_targets_is_noted(tmp_path):
     tree = sample(".A.", (-1, 1), (0, 1), (0, 1))
     index = SegmentIndex(prepared_of(tmp_path, [tree]), max_length=8, overflow=Overflow.DROP)

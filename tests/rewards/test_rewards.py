@@ -146,6 +146,18 @@ def test_no_opinion_counts_nothing_and_without_any_there_is_no_reward(file: Path
     assert np.isnan(judged([silent], [answer("four")]).total_N).all()
 
 
+def test_a_reward_of_weight_0_is_told_and_judges_nothing(file: Path) -> None:
+    rewards = [RewardConfig(function=f"{file}:silent"), RewardConfig(function=f"{file}:length", weight=0.0)]
+    found = judged(rewards, [answer("four")])
+    assert np.isnan(found.total_N).all() and found.values_NF[0, 1] == 12 and found.reasons_N != [""]
+
+
+def test_an_answer_that_nobody_drew_has_its_own_length_and_was_in_no_environment() -> None:
+    drawn = answer("four", outcome=1.0, num_tokens=128)
+    found = judged([RewardConfig(metric="environment"), RewardConfig(metric="length")], [drawn, drawn.saying("", 1)])
+    np.testing.assert_array_equal(found.values_NF, [[1.0, 0.5], [np.nan, 1 / 256]])
+
+
 def test_hostile_functions_cost_their_answer_its_reward_and_nothing_else(file: Path) -> None:
     odd = RewardConfig(function=f"{file}:odd", timeout=0.5, max_memory=1_500_000_000)
     texts = ["fine", "hang", "fine", "loop", "exit", "raise", "quit", "memory", "text", "nan", "inf", "fork", "write"]

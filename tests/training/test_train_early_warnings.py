@@ -38,7 +38,7 @@ def told_of(
 ) -> list[str]:
     told: list[str] = []
     judge = judge or judging(reward)  # type: ignore[arg-type]
-    warnings = EarlyWarnings(judge=judge, tell=told.append)
+    warnings = EarlyWarnings(judge=judge, tell=told.append, num_tokens=len)
     for step in range(steps):
         texts = [
             DrawnAnswer(prompt="?", expected="yes", generated=answers(step, number), finished=finished)

@@ -54,6 +54,20 @@ def test_rounds_have_the_rewards_of_greedy_and_of_drawn_answers(
     assert "greedy/reward" in page and "sampled/reward pass@4" in page
 
 
+def test_greedy_answers_are_as_long_as_they_were_drawn(train: Callable[..., RunResult], knows_few: Path) -> None:
+    run = train(
+        make_data(make_segments(12), make_segments(6, seed=3)),
+        model={"name_or_path": str(knows_few)},
+        objective="rl",
+        rollout={"answers": 2, "max_new_tokens": 8, "min_finished": 0, "rewards": ["length"], "temperature": 1e-3},
+        data__max_length=64,
+        eval={"generate_rows": 5, "max_new_tokens": 8},
+        train__max_steps=1,
+    )
+    found = run.generations[0].metrics  # as cold as that, the same answer is drawn each time
+    assert found["greedy/reward"]["mean"] == pytest.approx(found["sampled/reward"]["mean"])
+
+
 def test_other_runs_are_answered_as_before(train: Callable[..., RunResult]) -> None:
     run = train(
         make_data(make_segments(12), make_segments(6, seed=3)),

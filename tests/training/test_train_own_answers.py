@@ -146,10 +146,24 @@ def test_prompts_without_an_answer_above_the_bar_teach_nothing(knows_few: Path, 
     assert best and some.steps[0].target_tokens == sum(length for _, length in best.values())
 
 
-def test_a_run_that_goes_on_learns_what_it_would_have(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_each_pass_over_a_step_compares_its_answers_with_the_whole_step(knows_few: Path, train: Train) -> None:
+    """Also the second one, whatever the micro-batches are."""
+    changes = {**OWN, "model": {"name_or_path": str(knows_few)}, "rollout": rollout(passes=2, prompts_per_step=6)}
+    changes |= {"objective": {"name": "online_dpo", "loss": "aot_unpaired"}, "train__adam_epsilon": 1e-2}
+    changes |= {"train__warmup_steps": 0, "train__learning_rate": 3e-2}
+    alone, padded = (
+        train(make_data(make_segments(12)), folder=name, train__max_steps=2, **changes, **LAYOUTS[name])
+        for name in ("alone", "padded")
+    )
+    assert losses(padded) == pytest.approx(losses(alone), rel=1e-4)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_run_that_goes_on_learns_what_it_would_have(passes: int, tmp_path: Path, tokenizer: Tokenizer) -> None:
     def run(folder: str, steps: int) -> RunResult:
         saving = {"output__save_strategy": "steps", "output__save_steps": 2, "train__lr_scheduler_type": "constant"}
         changes = {**OWN, **saving, "objective": {"name": "online_dpo", "loss": "bco_pair"}, "train__max_steps": steps}
+        changes["rollout"] = rollout(passes=passes)
         return fit_data(make_config(tmp_path / folder, **changes), tokenizer, make_data(make_segments(12)))
 
     whole = run("whole", 4)

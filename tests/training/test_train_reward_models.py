@@ -174,7 +174,7 @@ def test_what_nobody_drew_is_closed_as_the_template_does_it(
     judge = reward_judges(config, load_model(config, Vocabulary.of(tokenizer)).model, tokenizer, print)[0]
     drawn = as_drawn(pairs(tokenizer)[0])
     assert drawn.ids is not None
-    said = drawn.saying(tokenizer.decode(drawn.ids[:-1]))
+    said = drawn.saying(tokenizer.decode(drawn.ids[:-1]), len(drawn.ids))
     first, second = judge([drawn, said])
     assert first == pytest.approx(second, abs=1e-6)
 

@@ -384,6 +384,34 @@ def test_the_mean_of_each_reward_is_a_measure_of_the_step(train: Train) -> None:
             assert step.measures[f"reward/{name}"] == pytest.approx(np.mean(values), abs=1e-6)
 
 
+def test_answers_without_a_reward_are_measured_and_not_learned_from(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(METRICS._rows, "some", Metric(of_row=lambda _, said: math.nan if len(said) % 2 else 1.0))
+    changes = {**RL, "rollout": {**RL["rollout"], "rewards": ["some", {"metric": "length", "weight": 0.0}]}}
+    run = train(make_data(make_segments(12)), **changes)
+    for step, answers in zip(run.steps, rollouts(Path(run.output_dir)), strict=True):
+        judged = [answer for answer in answers if answer["reward"] is not None]
+        assert len(judged) < len(answers)
+        assert step.target_tokens == sum(len(answer["ids"]) for answer in judged)
+        assert step.measures["answer_tokens"] == pytest.approx(np.mean([len(answer["ids"]) for answer in answers]))
+        lengths = [answer["rewards"]["length"] for answer in answers]
+        assert step.measures["reward/length"] == pytest.approx(np.mean(lengths))
+
+
+def test_a_row_that_a_step_asks_twice_counts_twice(train: Train) -> None:
+    data = make_data(make_segments(3), weights=(2.0,))
+    run = train(data, **{**RL, "rollout": {**RL["rollout"], "prompts_per_step": 6}})
+    for step, answers in zip(run.steps, rollouts(Path(run.output_dir)), strict=True):
+        assert Counter(answer["row"] for answer in answers) == dict.fromkeys({a["row"] for a in answers}, 6)
+        assert step.target_tokens == sum(len(answer["ids"]) for answer in answers)
+        first = {answer["row"]: answers[3 * n : 3 * n + 3] for n, answer in enumerate(answers[::3])}
+        for answer in answers:
+            drawn = [a["reward"] for a in first[answer["row"]]]
+            spread = np.std(drawn, ddof=1) + 1e-4
+            assert answer["advantage"] == pytest.approx((answer["reward"] - np.mean(drawn)) / spread, abs=1e-6)
+
+
 @pytest.mark.parametrize(("dead", "targets"), [("keep", True), ("drop", False)])
 def test_groups_whose_answers_are_all_alike_are_kept_or_dropped(
     dead: str, targets: bool, train: Train, monkeypatch: pytest.MonkeyPatch

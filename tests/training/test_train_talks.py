@@ -20,9 +20,9 @@ from luthier.config.schema import GenerateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines import Completion, Finish, Ids, Request
 from luthier.engines.next_tokens import BatchRow
-from luthier.errors import UserError
+from luthier.errors import SourceError, UserError
 from luthier.presets import tokenizer_folder
-from luthier.records import MediaItem, Segment
+from luthier.records import Address, MediaItem, Segment
 from luthier.rewards.function_process import EnvironmentProcess, ToolBox
 from luthier.sources.source import RowsByAddress, open_sources
 from luthier.training.folder.run_folder import ROLLOUTS_FOLDER
@@ -185,6 +185,18 @@ def talk(
             if one is not None:
                 one.close()
     return [drawn[place] for place in sorted(drawn)], noted, script
+
+
+def test_a_row_that_two_data_sets_read_in_two_ways_is_not_found_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "So?", "answer": "Five.", "other": "Six."}\n')
+    ways = [{}, {}, {"columns": {"prompt": "question", "completion": "other"}}]
+    sources = [SourceConfig.model_validate({"path": str(path), **way}) for way in ways]
+    same, another = (RowsByAddress(sources=open_sources(some, seed=0)) for some in (sources[:2], sources[1:]))
+    address = Address(file=str(path), row=1)
+    assert same.read(address).data["answer"] == "Five."
+    with pytest.raises(SourceError):
+        another.read(address)
 
 
 def said(answer: Trajectory) -> list[str]:

@@ -161,6 +161,18 @@ def test_pairs_are_learned_as_the_papers_say(
     assert result.steps[1].measures == pytest.approx(expected_measures, rel=1e-4, abs=1e-5)
 
 
+def test_the_tail_of_the_longer_answer_counts_less_without_a_reference_too(
+    run: Run, steps: list[paper.Step], tmp_path: Path
+) -> None:
+    run({"name": "dpo", "loss": "sigmoid", "ld_alpha": 0.4, "reference": "none"}, "shared")
+    model, rows = exact(tmp_path / "run" / "model"), rows_of("dpo")
+    model.load_state_dict(steps[0].weights)
+    pairs = paper.pairs_of(model, None, rows, ld_alpha=0.4)
+    assert not torch.equal(pairs.len_c, pairs.len_d)
+    (pairs.weights * paper.pair_losses("sigmoid", numbers_of("dpo", "sigmoid", {}), pairs)).mean().backward()
+    assert paper.gradient_error(steps[0].gradients, model) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("loss", "given", "layout"),
     [(*case, layout) for case, layout in zip(TOKENS, cycle(["padded", "packed"]), strict=False)],

@@ -84,7 +84,7 @@ class StepLosses(Protocol):
 
     def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
         """Called on all ranks before the losses of a step's micro-batches, which are this rank's; in evaluation before
-        those of all held-out rows."""
+        those of all held-out rows. `AnswerLosses` are called before each pass over the step (``rollout.passes``)."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> MicroLoss:

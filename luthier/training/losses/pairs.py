@@ -107,6 +107,7 @@ class PairLosses(step_losses.AnswerLosses):
         """Settle what the pairs of this step are compared with."""
         row = LOSSES.named(self.name)
         self._known = deque()
+        self._under_way = []  # of a further pass over the step before, whose rewards count once
         self._baselines = PairBaselines(delta=self._rewards.mean) if row.needs_delta else PairBaselines()
         if row.needs_kl:
             chosen, rejected = _mean_ratios(self._looked_ahead(model, batches), self.forward.device, reduce)

@@ -85,8 +85,7 @@ def _check_base(config: RunConfig) -> None:
 
 def ld_alpha(config: RunConfig) -> float:
     """What targets beyond the shorter answer count, in the reference as in the policy; 1: as all others."""
-    objective = config.objective
-    return objective.numbers.get("ld_alpha", 1.0) if objective.needs_reference else 1.0
+    return config.objective.numbers.get("ld_alpha", 1.0)
 
 
 def _source(config: RunConfig) -> ReferenceSource:

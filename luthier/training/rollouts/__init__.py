@@ -33,8 +33,8 @@ from luthier.writing import JsonObject, write_text
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AnswerGroup:
-    """A question, its answers with their rewards, and how much better each is than the others. G answers that are
-    learned from; others are in the log alone."""
+    """A question, its answers with their rewards, and how much better each is than the others. G answers that can be
+    learned from; ``unjudged`` are those without a reward, and what rewards that do not count say of them."""
 
     question: Question
     answers: Sequence[Trajectory]
@@ -42,6 +42,7 @@ class AnswerGroup:
     values_GF: NDArray[np.float64]  # each reward before its weight; nan: it has no opinion
     advantages_G: NDArray[np.float64]
     tree: AnswerTree
+    unjudged: Sequence[tuple[Trajectory, Sequence[float]]] = ()
 
     @property
     def is_dead(self) -> bool:
@@ -81,10 +82,13 @@ def group_of_row(question: Question, segment: Segment, step: int, *, num_rewards
 
 def facts_of(groups: Sequence[AnswerGroup], num_rewards: int) -> DrawnInStep:
     """What the first micro-batch of a step tells of all answers that were drawn for it."""
-    answers = [answer for group in groups for answer in group.answers]
+    unjudged = [one for group in groups for one in group.unjudged]
+    answers = [answer for group in groups for answer in group.answers] + [answer for answer, _ in unjudged]
+    told = np.array([values_F for _, values_F in unjudged], dtype=np.float64).reshape(len(unjudged), num_rewards)
+    nothing = np.full(len(unjudged), np.nan)
     return DrawnInStep(
-        rewards_N=torch.from_numpy(np.concatenate([np.zeros(0), *(one.rewards_G for one in groups)])),
-        values_NF=torch.from_numpy(np.concatenate([np.zeros((0, num_rewards)), *(one.values_GF for one in groups)])),
+        rewards_N=torch.from_numpy(np.concatenate([*(one.rewards_G for one in groups), nothing])),
+        values_NF=torch.from_numpy(np.concatenate([*(one.values_GF for one in groups), told])),
         finished_N=torch.tensor([answer.finished for answer in answers], dtype=torch.bool),
         lengths_N=torch.tensor([len(answer.ids) for answer in answers], dtype=torch.int64),
     )

@@ -118,7 +118,7 @@ def read_kept(folder: Path, *, updates: int) -> Kept:
 
 
 def name_of(question: Question) -> str:
-    """The row and the prompt, of which a row with several turns has several."""
+    """The row and its prompt: a row that was changed is another question."""
     return f"{question.address} {blake2b(question.prompt.tobytes(), digest_size=8).hexdigest()}"
 
 

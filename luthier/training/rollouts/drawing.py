@@ -258,6 +258,7 @@ class Rollouts:
             values_GF=np.array([one.values_F for one in ours]).reshape(len(ours), len(self.judge.labels)),
             advantages_G=advantages(rewards_G, self.advantage),
             tree=answer_tree(question.prompt, drawn, question.address),
+            unjudged=[(one.answer, one.values_F) for one in answers if not self._is_learned(one.reward)],
         )
 
     def _judged(
@@ -281,9 +282,12 @@ class Rollouts:
         told.rounds.append(judged)
         names = [ahead.name_of(question) for question in questions]
         found: dict[str, list[ahead.KeptAnswer]] = {name: [] for name in names}
+        first_asked = {name: key for key, name in reversed(list(enumerate(names)))}
         for place, total, values_F in zip(places, judged.total_N, judged.values_NF, strict=True):
-            answer = ahead.KeptAnswer(answer=drawn[place], reward=float(total), values_F=values_F.tolist())
-            found[names[place[0]]].append(answer)
+            name = names[place[0]]
+            if place[0] == first_asked[name]:  # a row that is asked twice is given the same answers again
+                answer = ahead.KeptAnswer(answer=drawn[place], reward=float(total), values_F=values_F.tolist())
+                found[name].append(answer)
         return found
 
     def _conclude(self, told: _AskedInStep, step: int) -> None:

@@ -50,10 +50,12 @@ class StepAnswers:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class EarlyWarnings:
-    """Looks at the answers of each step, those of this process alone. Of a resumed run it begins anew."""
+    """Looks at the answers of each step, those of this process alone. Of a resumed run it begins anew. ``num_tokens``
+    counts those of a text."""
 
     judge: Callable[[Sequence[DrawnAnswer]], Judged]
     tell: Callable[[str], None]
+    num_tokens: Callable[[str], int]
     _told: set[str] = field(default_factory=set)
     _steps: int = 0
     _dead: int = 0  # steps in a row
@@ -85,7 +87,7 @@ class EarlyWarnings:
         asked = [found.texts[place] for place in first[:TRIED]]
         typical = _mean(found.judged.total_N)
         best = float(np.nanmax(found.judged.total_N, initial=-np.inf))
-        empty_N = self.judge([text.saying("") for text in asked]).total_N
+        empty_N = self.judge([self._saying(text, "") for text in asked]).total_N
         if _mean(empty_N) > max(typical, 0.0):
             self._tell(
                 "empty",
@@ -93,7 +95,7 @@ class EarlyWarnings:
                 f"mean; the run will learn to say nothing. Let rewards give an empty answer no more than a wrong one",
             )
         thoughts = [
-            text.saying(f"{thought}{THOUGHT_ENDS}")
+            self._saying(text, f"{thought}{THOUGHT_ENDS}")
             for text in asked
             if (thought := text.generated.rpartition(THOUGHT_ENDS)[0]) and not text.generated.endswith(THOUGHT_ENDS)
         ]
@@ -104,7 +106,7 @@ class EarlyWarnings:
                 f"{typical:.3g} on the mean; the run will learn to think and to say nothing. Let rewards look at what "
                 f"stands behind {THOUGHT_ENDS}",
             )
-        own = [text.saying(text.expected) for text in asked if text.expected]
+        own = [self._saying(text, text.expected) for text in asked if text.expected]
         own_N = self.judge(own).total_N if own else np.zeros(0)
         missed_N = (own_N <= typical) & ~((own_N > 0) & (own_N >= best))
         if len(own) and missed_N.mean() > 0.5:
@@ -115,6 +117,9 @@ class EarlyWarnings:
                 "Compare the rewards with the form of the rows' answers",
             )
         self._try_order(found)
+
+    def _saying(self, asked: DrawnAnswer, text: str) -> DrawnAnswer:
+        return asked.saying(text, 1 + self.num_tokens(text))  # and its stop token
 
     def _try_order(self, found: StepAnswers) -> None:
         """Rewards that meet the wrong answers, shifted by one for example, are others in another order."""

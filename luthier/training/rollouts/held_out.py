@@ -89,7 +89,11 @@ class HeldOutTalks:
                     finished=answer is not None and answer.finished,
                 )
             )
-        compared = [Answered(row=one.address, expected=one.expected, generated=(one.generated,)) for one in records]
+        compared = [
+            Answered(row=one.address, expected=one.expected, generated=(one.generated,))
+            for key, one in enumerate(records)
+            if (key, 0) in found
+        ]
         told = GenerationRound(
             step=step,
             records=tuple(records),
@@ -105,20 +109,18 @@ class HeldOutTalks:
 
 
 def with_rewards(
-    found: GenerationRound, questions: Sequence[Question], rollouts: Rollouts, settings: GenerateConfig
+    found: GenerationRound,
+    questions: Sequence[Question],
+    rollouts: Rollouts,
+    settings: GenerateConfig,
+    answers: Mapping[int, Completion],
 ) -> GenerationRound:
-    """The round with the mean of each reward of its answers, and of ``rollout.answers`` that are drawn to each
-    question: ``greedy/NAME``, ``sampled/NAME``, and ``pass@K`` where all rewards are 0 or 1."""
-    tokenizer = rollouts.tokenizer
+    """The round with the mean of each reward of its ``answers``, by the number of their question, and of
+    ``rollout.answers`` that are drawn to each question: ``greedy/NAME``, ``sampled/NAME``, and ``pass@K`` where all
+    rewards are 0 or 1. A question that was not answered counts in none."""
     greedy = [
-        replace(
-            rollouts.asked_text(number, questions[number]),
-            generated=one.generated,
-            finished=one.finished is not False,
-            num_tokens=len(tokenizer.encode_whole(one.generated)),
-            prompt_ids=questions[number].prompt,
-        )
-        for number, one in enumerate(found.records)
+        replace(_as_text(answer, questions, rollouts), generated=found.records[key].generated)
+        for key, answer in sorted(answers.items())
     ]
     return _judged(found, greedy, _drawn(questions, rollouts, settings), rollouts.judge)
 
@@ -144,12 +146,13 @@ def _drawn(questions: Sequence[Question], rollouts: Rollouts, settings: Generate
     requests = [question.request(number, drawing, rollouts.config.answers) for number, question in enumerate(questions)]
     answers = [answer for answer in rollouts.held_out_engine.generate(requests) if isinstance(answer, Completion)]
     answers.sort(key=lambda answer: (answer.key, answer.sample))
-    found = []
-    for answer in answers:
-        question = questions[answer.key]
-        call = ModelCall(prompt=question.prompt, completion=answer, version=0)
-        found.append(rollouts.with_answer(rollouts.asked_text(answer.key, question), Trajectory(calls=(call,))))
-    return found
+    return [_as_text(answer, questions, rollouts) for answer in answers]
+
+
+def _as_text(answer: Completion, questions: Sequence[Question], rollouts: Rollouts) -> DrawnAnswer:
+    question = questions[answer.key]
+    call = ModelCall(prompt=question.prompt, completion=answer, version=0)
+    return rollouts.with_answer(rollouts.asked_text(answer.key, question), Trajectory(calls=(call,)))
 
 
 def _told(
