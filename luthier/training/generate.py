@@ -164,21 +164,19 @@ def answer_all(
     requests = [question.request(number, settings) for number, question in enumerate(questions)]
     texts: dict[int, str] = {}
     read: dict[int, dict[str, object] | None] = {}
-    answered: dict[int, bool] = {}  # whether the answer is finished
+    drawn = {} if measures is None else measures.drawn
     for answer in engine.generate(requests):
         match answer:
             case Completion():
                 texts[answer.key] = answer.text(tokenizer, settings.stop_strings)
-                answered[answer.key] = answer.finish is Finish.STOP
-                if measures is not None:
-                    measures.drawn[answer.key] = answer
+                drawn[answer.key] = answer
                 if judge is not None:
                     prompt = questions[answer.key].prompt
                     read[answer.key] = read_back(prompt, answer.ids, tokenizer, settings.stop_strings)
             case Refusal():
                 texts[answer.key] = f"no answer: {answer.reason}: {answer.detail}"
     records = tuple(
-        _record(question, texts[number], tokenizer, answered.get(number)) for number, question in enumerate(questions)
+        _record(question, texts[number], tokenizer, drawn.get(number)) for number, question in enumerate(questions)
     )
     judged: dict[int, Judgement] = {}
     if judge is not None:
@@ -194,7 +192,7 @@ def answer_all(
             generated=(records[number].generated,),
             scores=(judged[number].score,) if number in judged else (),
         )
-        for number in sorted(answered)
+        for number in sorted(drawn)
     ]
     return GenerationRound(
         step=step,
@@ -266,7 +264,7 @@ def read_back(
         return None
 
 
-def _record(question: Question, generated: str, tokenizer: Tokenizer, finished: bool | None) -> GenerationRecord:
+def _record(question: Question, generated: str, tokenizer: Tokenizer, drawn: Completion | None) -> GenerationRecord:
     expected = question.expected(tokenizer) or ""
     return GenerationRecord(
         address=str(question.address),
@@ -274,7 +272,7 @@ def _record(question: Question, generated: str, tokenizer: Tokenizer, finished: 
         expected=expected,
         generated=generated,
         equal=generated == expected,
-        finished=finished,
+        finished=None if drawn is None else drawn.finish is Finish.STOP,
     )
 
 
