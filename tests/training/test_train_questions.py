@@ -216,3 +216,16 @@ def test_columns_are_looked_for_in_rows_of_any_kind() -> None:
 
 def test_the_objective_of_questions_is_rl() -> None:
     assert kind_of("rl") is RowKind.QUESTION and not RowKind.QUESTION.is_compared
+
+
+@pytest.mark.parametrize("packing", ["window", "best_fit"])  # the first begins with the first rows
+def test_no_row_is_asked_for_an_earlier_turn_than_its_last(packing: str, tmp_path: Path) -> None:
+    said = [("user", "Hi"), ("assistant", "Hello"), ("user", "And? " * 20), ("assistant", "Well")]
+    turns = [{"role": role, "content": content} for role, content in said]
+    run = description(tmp_path, [{"messages": turns}, {"messages": turns[:2]}])
+    run["data"] |= {"overflow": "truncate", "max_length": 40, "max_drop": 1}
+    run["train"] |= {"packing": packing}
+    run["rollout"]["rewards"] = ["length"]
+    found = luthier.train(run)
+    assert {answer["row"].rpartition(":")[2] for answer in drawn(found)} == {"2"}
+    assert found.ledger["dropped"] == {"no_target_left": 1}
