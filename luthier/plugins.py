@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, ValuesView
 from difflib import get_close_matches
-from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -127,7 +126,6 @@ def num_added() -> int:
     return _state.num_added
 
 
-@cache
 def resolve(reference: str) -> Callable[..., object]:
     """The function that ``"package.module:name"`` stands for, where a table must not import what its rows need.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from luthier import plugins
 from tests.conftest import HANG_SECONDS
 from tests.installed_plugin import QUIZZES, described
 from tests.programs import run_program
@@ -253,6 +255,18 @@ def test_another_version_of_a_format_is_encoded_again(tmp_path: Path, monkeypatc
         assert done.returncode == 0, done.stderr
         encoded.append(int(done.stdout))
     assert encoded == [len(QUIZZES), 0, len(QUIZZES)]
+
+
+def test_a_function_that_is_named_is_that_of_its_module_as_it_is_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook, whose user changes a loss and loads its module again."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(plugins._state.named_by, "own_losses:loss", "the loss 'own'")
+    for body in ("return 1", "return 22"):
+        (tmp_path / "own_losses.py").write_text(f"def loss():\n    {body}\n")
+        importlib.reload(importlib.import_module("own_losses"))
+        assert plugins.resolve("own_losses:loss")() == int(body.split()[1])
 
 
 def squeezed(text: str) -> str:

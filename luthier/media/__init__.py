@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os.path
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -36,6 +37,7 @@ PRESET = "preset:"
 CONFIG = "config.json"
 # The model's own template says what goes around an item in texts that no template makes.
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+TOKENS_FILES = ("tokenizer.json", "special_tokens_map.json")  # the processor's own tokenizer knows its placeholders
 ITEMS_VERSION = b"3"  # of what a sample says of its media items beside their tokens
 DECIDING = ("transformers", "torchvision")  # libraries whose versions decide how many tokens an item takes
 
@@ -81,8 +83,8 @@ class MediaSource:
         if self.folder is None:
             return "text"
         digest = hashlib.sha256(ITEMS_VERSION + self.options.model_dump_json(exclude={"cache"}).encode())
-        for name in (*PROCESSOR_FILES, *TEMPLATE_FILES):
-            path = self.folder / name
+        code = sorted(self.folder.glob("*.py")) if self.trust_remote_code else []
+        for path in (*(self.folder / name for name in (*PROCESSOR_FILES, *TEMPLATE_FILES, *TOKENS_FILES)), *code):
             digest.update(path.read_bytes() if path.is_file() else b"")
         digest.update("\0".join((self._model_type, *family_versions(self._model_type))).encode())
         for library in DECIDING:
@@ -342,8 +344,11 @@ class FeatureFiles:
 
 
 def item_key(media: Media, header: MediaHeader) -> str:
-    """40 hex digits, of the reference and of the header with the version of what it refers to."""
-    told = [type(media).__name__, asdict(media), type(header).__name__, asdict(header)]
+    """40 hex digits, of the reference, of where it leads from the folder of this process, and of the header with the
+    version of what it refers to."""
+    sources = media.source if isinstance(media.source, tuple) else (media.source,)
+    files = [os.path.abspath(each) for each in sources if isinstance(each, str) and "://" not in each]
+    told = [type(media).__name__, asdict(media), type(header).__name__, asdict(header), files]
     return blake2b(json.dumps(told, sort_keys=True, default=str).encode(), digest_size=20).hexdigest()
 
 

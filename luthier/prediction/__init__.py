@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from hashlib import sha256
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import count
@@ -21,7 +20,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from peft import PeftModel
-from pydantic import ValidationError
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -45,14 +43,14 @@ from luthier.rendering.replies import ReplyDelta, joined
 from luthier.rendering.trained_turns import THINKING_SWITCHES
 from luthier.sources.formats.turns import as_row
 from luthier.training.assemble import RunModel
-from luthier.training.folder.artifacts import TEMPLATE_FILE, keeps_base, refuse_another_base
+from luthier.training.folder.artifacts import TEMPLATE_FILE, answering_digest, keeps_base, refuse_another_base
 from luthier.training.folder.checkpoint import read_json
-from luthier.training.folder.run_folder import BASE_FOLDER, MODEL_FOLDER
-from luthier.training.folder.state import unreadable
+from luthier.training.folder.run_folder import BASE_FOLDER, MODEL_FOLDER, said_in
 from luthier.training.report import RESULT_FILE
 from luthier.writing import write_all
 
 ADAPTER_FILE, GENERATION_FILE, MODEL_CONFIG = "adapter_config.json", "generation_config.json", "config.json"
+ANSWERING: Any = {"model": True, "adapter": True, "template": True, "media": True, "train": {"precision"}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -64,7 +62,7 @@ class TrainedRun:
     adapter  the folder of the adapter that it answers with, beside those that are merged first
     encoder  of its rows and prompts
     stops    ids that end an answer, as training learned them
-    digest   of its result, by which it is told from other runs
+    digest   of its result, its files and what overrides change of it: what answers is told from others by it
     base     of an adapter: digests of the files of the base that it was trained on, by their names
     """
 
@@ -141,14 +139,14 @@ def open_run(path: Path, overrides: Sequence[str] = (), *, rewards: bool = False
     if is_reward_model(config) and not rewards:
         raise UserError(f"{path} describes a reward model, which gives numbers and no answers")
     encoder = Encoder.from_config(config)
-    source = Path(config.model.name_or_path).expanduser()
+    source, told = Path(config.model.name_or_path).expanduser(), config.model_dump_json(include=ANSWERING)
     return TrainedRun(
         folder=config.output.dir,
         config=config,
         adapter=config.adapter.name_or_path,
         encoder=encoder,
         stops=frozenset({*encoder.tokenizer.stop_token_ids, *_saved_stops(source)}),
-        digest=sha256(config.model_dump_json(include={"model", "adapter", "template"}).encode()).hexdigest(),
+        digest=answering_digest(told, config, config.adapter.name_or_path, encoder.tokenizer.files.folder),
     )
 
 
@@ -176,31 +174,33 @@ def _left_behind(folder: Path, overrides: Sequence[str], *, rewards: bool) -> Tr
         lacking = RUN_CONFIG if not described.is_file() else f"{MODEL_FOLDER}/"
         hint = "name the output.dir of a run that luthier train has finished"
         raise UserError(f"{folder} holds no finished run: there is no {lacking} in it", hint=hint)
-    config = load_config(_said(described), overrides, check_paths=False)
+    config = load_config(said_in(described), overrides, check_paths=False)
     if is_reward_model(config) and not rewards:
         raise UserError(f"{folder} holds a reward model, which gives numbers and no answers")
+    changed = _changed(config, load_config(said_in(described), check_paths=False)) if overrides else ""
     config = _as_left_behind(config, folder)
     encoder = Encoder.from_config(config)
     result = folder / RESULT_FILE
     known: Any = read_json(result).get("base_files", {}) if result.is_file() else {}
     refuse_another_base(known, config.model, encoder.tokenizer.files.folder)
+    adapter = str(trained) if (trained / ADAPTER_FILE).is_file() else None
+    told = (result if result.is_file() else described).read_text(encoding="utf-8") + changed
     return TrainedRun(
         folder=folder,
         config=config,
-        adapter=str(trained) if (trained / ADAPTER_FILE).is_file() else None,
+        adapter=adapter,
         encoder=encoder,
         stops=frozenset({*encoder.tokenizer.stop_token_ids, *_saved_stops(trained)}),
-        digest=sha256(result.read_bytes() if result.is_file() else described.read_bytes()).hexdigest(),
+        digest=answering_digest(told, config, adapter, encoder.tokenizer.files.folder),
         base=known,
     )
 
 
-def _said(path: Path) -> dict[str, object]:
-    """What a run's description says beside the defaults, which it has all written out. Raises `CheckpointError`."""
-    try:
-        return RunConfig.model_validate(read_json(path)).model_dump(mode="json", exclude_defaults=True)
-    except ValidationError as error:
-        raise unreadable(path, error) from error
+def _changed(config: RunConfig, plain: RunConfig) -> str:
+    """The sections that decide answers, where overrides have changed them: all but where a base lies."""
+    where = {"model": {"name_or_path", "cache_dir", "tokenizer_backend"}}
+    here, there = (each.model_dump(mode="json", include=ANSWERING, exclude=where) for each in (config, plain))
+    return "" if here == there else json.dumps(here)
 
 
 def _as_left_behind(config: RunConfig, folder: Path) -> RunConfig:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,25 @@ def row_losses(
         return [RowLoss(row=next(iter(number_of)), loss=found.loss, targets=found.num_units)]
     counts = found.targets_by_source
     return [RowLoss(row=row, loss=loss, targets=counts[row]) for row, loss in found.loss_by_source.items()]
+
+
+def losses_of(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    model: Callable[[], RunModel],
+    segments: Sequence[Segment],
+    folder: Path,
+    lines: Sequence[Mapping[str, Any]],
+) -> list[RowLoss]:
+    """Of those segments, answers that rows hold, which were answered; measured once, and kept."""
+    kept = kept_losses(folder)
+    if kept is not None:
+        return kept
+    refused = {line["row"] for line in lines if line.get("refused", {}).get("reason") not in (None, "prompt_too_long")}
+    segments = [segment for segment in segments if str(segment.address) not in refused]
+    found = row_losses(config, tokenizer, model(), segments) if segments else []
+    keep_losses(folder, found)
+    return found
 
 
 def kept_losses(folder: Path) -> list[RowLoss] | None:

@@ -42,19 +42,20 @@ from luthier.prediction.model_scores import (
     answers_in,
     asks_judge,
     judgements,
-    keep_losses,
-    kept_losses,
+    losses_of,
     read_lines,
-    row_losses,
 )
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, Conversation, Feedback, Preference, Row, Sample, Segment
 from luthier.sources.origins import resolve_sources
 from luthier.sources.source import open_sources
 from luthier.store import MANIFEST, store_folder
-from luthier.training.assemble import RunModel
+from luthier.training.data import are_among, digest_of_rows
 from luthier.training.folder import FILES
-from luthier.training.folder.run_folder import PREDICTIONS_FOLDER
+from luthier.training.folder.checkpoint import read_json
+from luthier.training.folder.run_folder import MODEL_FOLDER, PREDICTIONS_FOLDER
 from luthier.training.generate import Question, question_at_end, questions_of, read_back, shown, wanted
+from luthier.training.report import RESULT_FILE
 from luthier.writing import JsonObject, to_json, write_text
 
 WINDOW = 64  # questions that are sorted by their length before they are divided into batches
@@ -195,7 +196,7 @@ def predict(
     lines = read_lines(written)
     losses: list[RowLoss] = []
     if engine is None and any(metric.of_losses is not None for metric in chosen.values()):
-        losses = _losses(opened, loaded, rows, folder, lines)
+        losses = losses_of(opened.config, opened.encoder.tokenizer, loaded, rows.segments, folder, lines)
     judged = judgements(judge, lines, folder, opened.encoder.tokenizer.control) if judge is not None else {}
     measures = measured(chosen, answers_in(lines, judged), losses)
     found = _metrics(lines, rows, measures, absent, _contamination(opened, rows))
@@ -307,9 +308,24 @@ def _held_out(run: TrainedRun) -> Iterator[tuple[Segment, bool, ToolDeclarations
         hint = "name a file of rows (--data FILE)"
         raise UserError(f"the run in {run.folder} has no held-out rows", hint=hint)
     held_out = _rows_of_run(run).held_out
-    for index in () if held_out is None else wanted(held_out):
-        assert held_out is not None
+    assert held_out is not None, "a share of the rows is held out"
+    _refuse_others(run, held_out)
+    for index in wanted(held_out):
         yield held_out[index], False, ()
+
+
+def _refuse_others(run: TrainedRun, asked: SegmentIndex) -> None:
+    """Raise `UserError` where the run has held out other rows than these, so that it may have learned these."""
+    result, has_run = run.folder / RESULT_FILE, (run.folder / MODEL_FOLDER).is_dir()
+    if not (result.is_file() and has_run) or not (known := read_json(result).get("held_out")):
+        return
+    own, config = open_run(run.folder), run.config
+    free = {"generate": config.generate, "judge": config.judge, "eval": config.eval}
+    held_out = asked if own.config.model_copy(update=free) == config else _rows_of_run(own).held_out
+    if held_out is None or digest_of_rows(held_out) != known or not are_among(asked, held_out):
+        what = f"data.eval_split holds out other rows now than the run in {run.folder}, which may have learned them"
+        hint = "restore the data, or name a file of rows (--data FILE)"
+        raise UserError(f"{what}: the data, what prepares it, or overrides differ", hint=hint)
 
 
 def _rows_of_run(run: TrainedRun) -> Loaded:
@@ -453,20 +469,6 @@ def _contamination(run: TrainedRun, rows: _Questions) -> dict[str, object] | Non
     found = contamination([*rows.segments, *rows.histories], train, run.encoder.tokenizer)
     told: dict[str, object] = msgspec.to_builtins(found)
     return told
-
-
-def _losses(
-    run: TrainedRun, model: Callable[[], RunModel], rows: _Questions, folder: Path, lines: Sequence[Mapping[str, Any]]
-) -> list[RowLoss]:
-    """Of the answers that rows hold which were answered; measured once, and kept."""
-    kept = kept_losses(folder)
-    if kept is not None:
-        return kept
-    refused = {line["row"] for line in lines if line.get("refused", {}).get("reason") not in (None, "prompt_too_long")}
-    segments = [segment for segment in rows.segments if str(segment.address) not in refused]
-    found = row_losses(run.config, run.encoder.tokenizer, model(), segments) if segments else []
-    keep_losses(folder, found)
-    return found
 
 
 def _metrics(

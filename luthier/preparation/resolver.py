@@ -482,5 +482,9 @@ def key_array(keys: Sequence[bytes]) -> NDArray[np.uint8]:
 
 
 def conversion_of(source: Source) -> str:
-    """All that decides what a row's bytes mean: the settled layout, and the version of the code that reads them."""
-    return json.dumps([asdict(source.reader.layout), SAMPLES_VERSION], sort_keys=True)
+    """All that decides what a row's bytes mean: the settled layout, where media are that it names from the folder of
+    this process, and the version of the code that reads them."""
+    layout = source.reader.layout
+    root = Path(layout.media_root or "/").expanduser()
+    where = [] if root.is_absolute() else [str(root.absolute())]
+    return json.dumps([asdict(layout), SAMPLES_VERSION, *where], sort_keys=True)

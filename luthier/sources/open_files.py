@@ -348,7 +348,7 @@ def _record(row: RowBytes | RowError) -> bytes:
 # --------------------------------------------------------------------------------------------------------------------
 # Spools: files with the rows of another file, in a form in which each can be read on its own.
 #
-# A spool is named for the file that its rows come from (path, size, time) and for the version of the code that read
+# A spool is named for the file that its rows come from (path, size, times) and for the version of the code that read
 # them, so one that is there need not be written again. It is written under another name first: it is whole, or not
 # there.
 
@@ -419,5 +419,7 @@ def _nameless(name: str, write: Callable[[IO[bytes]], None]) -> str:
 
 
 def _spool_key(file: DataFile) -> str:
-    parts = (Path(file.path).resolve(), repr(file), SAMPLES_VERSION)
+    path = Path(file.path).resolve()
+    changed = path.stat().st_ctime_ns  # which no program sets, as those that copy or unpack set the time that is told
+    parts = (path, repr(file), changed, SAMPLES_VERSION)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

@@ -50,7 +50,7 @@ from luthier.training import initial_adapter, optimizer, processes, streams
 from luthier.training.callbacks import EarlyStopping, Flow, Hooks, Journal, Meter, Unreached
 from luthier.training.data import RunData
 from luthier.training.folder import artifacts, run_folder
-from luthier.training.folder.checkpoint import BASE_FILES, OBJECTIVE_STATE, checkpoint_step, write_json
+from luthier.training.folder.checkpoint import BASE_FILES, OBJECTIVE_STATE, OTHER_MODELS, checkpoint_step, write_json
 from luthier.training.folder.run_folder import LostMediaRows
 from luthier.training.losses import ObjectiveParts, StepLosses, names_of_drawing
 from luthier.training.losses.objective import kernel_name, make_losses, model_pass
@@ -79,6 +79,7 @@ class RunModel:
     use_cache: bool  # what the saved config is to say; training has it off
     media: MediaInputs | None = None  # of a multimodal model
     base_files: Mapping[str, str] = field(default_factory=dict)  # digests of an adapter's base
+    other_models: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # and of others that are read again
 
     @property
     def processor(self) -> Path | None:
@@ -151,15 +152,9 @@ def make_model(
         initial=initial,
         use_cache=use_cache,
         media=media_of(config, tokenizer.files.folder),
-        base_files=base_files(config, tokenizer),
+        base_files=artifacts.base_files(config, tokenizer.files.folder),
+        other_models=artifacts.other_models(config),
     )
-
-
-def base_files(config: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """By what the base of an adapter is known again; nothing where it is in the run's folder, or there is none."""
-    if artifacts.keeps_base(config) or not config.adapter.type.is_beside:
-        return {}
-    return artifacts.base_digests(artifacts.base_folder(config.model), tokenizer.files.folder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,7 +240,8 @@ def _save_state(setup: RunSetup, losses: StepLosses, folder: Path, step: int) ->
     """What a checkpoint has beside the trainer's own state."""
     streams.loader_state(setup.schedule, setup.data, step).save(folder)
     run_folder.write_run_config(setup.config, folder)
-    for name, state in ((OBJECTIVE_STATE, losses.state()), (BASE_FILES, setup.run_model.base_files)):
+    read = {BASE_FILES: setup.run_model.base_files, OTHER_MODELS: setup.run_model.other_models}
+    for name, state in {OBJECTIVE_STATE: losses.state(), **read}.items():
         if state:
             write_json(folder / name, dict(state))
 

@@ -162,6 +162,19 @@ def _fingerprint(prepared: PreparedSet, table: SegmentTable, rows: RowTable, enc
     return digest.hexdigest()
 
 
+def digest_of_rows(segments: Segments) -> str:
+    """Of the ids of some segments, in whatever order they come: rows that were held out are known again by it."""
+    ids = (segments[number].input_ids for number in range(len(segments)))
+    each = sorted(hashlib.blake2b(ids_T.astype(np.int32).tobytes(), digest_size=16).digest() for ids_T in ids)
+    return hashlib.sha256(b"".join(each)).hexdigest()
+
+
+def are_among(some: SegmentIndex, others: SegmentIndex) -> bool:
+    """Whether some segments are of rows of which the others are, too."""
+    some_rows, rows = ({each.prepared.address(row) for row in set(each.row_ids.tolist())} for each in (some, others))
+    return some_rows <= rows
+
+
 def _evaluation(
     config: RunConfig, reader: FeedReader, store: SampleStore, sources: tuple[SourceInfo, ...]
 ) -> SegmentIndex | None:

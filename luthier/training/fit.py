@@ -40,10 +40,9 @@ from luthier.preparation import Prepared
 from luthier.training import streams
 from luthier.training.assemble import RunSetup, make_model, make_trainer, summarise_model
 from luthier.training.callbacks import AnsweringBetween, EarlyStopping, Hooks, StopAgreement, StopSignals
-from luthier.training.data import RunData, open_run_data, summary_of
+from luthier.training.data import RunData, digest_of_rows, open_run_data, summary_of
 from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import (
-    BASE_FILES,
     OBJECTIVE_STATE,
     UnusableCheckpoint,
     broken_checkpoints,
@@ -207,8 +206,7 @@ def _set_up(
         resume=resume,
     )
     if resume is not None and state is not None:
-        if (resume / BASE_FILES).is_file():
-            artifacts.refuse_another_base(read_json(resume / BASE_FILES), config.model, tokenizer.files.folder)
+        artifacts.refuse_other_models(resume, config, tokenizer.files.folder)
         streams.check_rows(state, streams.loader_state(schedule, data, state.step), resume)
     trainer = make_trainer(setup)
     return Run(setup=setup, trainer=trainer, summary=summarise_model(setup, trainer))
@@ -447,6 +445,7 @@ def result_of(run: Run, started_at: str) -> RunResult:
         versions={"python": platform.python_version(), **_package_versions()},
         config=config.model_dump(mode="json"),
         base_files=dict(run.setup.run_model.base_files),
+        held_out="" if data.eval is None or not config.data.eval_split else digest_of_rows(data.eval),
     )
 
 

@@ -396,6 +396,26 @@ def test_rows_that_are_alike_have_the_pictures_of_their_own_folders(
     assert pictures_of("three") == (1, here("three"))
 
 
+def test_a_media_root_leads_elsewhere_from_another_working_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = chat(("user", [{"type": "image", "image": "a.bmp"}, words("Who?")]), ("assistant", "Ann."))
+    rows = write_rows(tmp_path / "rows.jsonl", row)
+    for place, size in (("one", (56, 112)), ("two", (112, 56))):
+        (tmp_path / place / "pictures").mkdir(parents=True)
+        path = tmp_path / place / "pictures" / "a.bmp"
+        Pillow.new("RGB", size).save(path)
+        os.utime(path, ns=(0, 0))  # as unpacked: only where it is tells it from the other
+        monkeypatch.chdir(tmp_path / place)
+        config = config_of(folder, rows, tmp_path)
+        data = config.data.train[0].model_copy(update={"media_root": "pictures"})
+        config = config.model_copy(update={"data": config.data.model_copy(update={"train": [data]})})
+        from luthier.preparation.prepare import prepare
+
+        (item,) = prepare(config, Encoder.from_config(config)).train[0].media
+        assert (item.header.width, item.header.height) == size
+
+
 def test_a_row_whose_picture_was_missing_is_tried_again(folder: Path, tmp_path: Path) -> None:
     row = chat(("user", [{"type": "image", "image": "late.png"}, words("Who?")]), ("assistant", "Ann."))
     others = [chat(("user", f"Hi {n}"), ("assistant", "Ho")) for n in range(30)]

@@ -38,3 +38,13 @@ def test_features_of_items_are_joined_in_their_order() -> None:
     groups = [{name: np.array([[1]])}, {"image_grid_thw": np.array([2])}, {name: np.array([[3], [4]])}]
     joined = join_encoded(groups)
     assert joined.keys() == {name} and joined[name].tolist() == [[1], [3], [4]]
+
+
+def test_one_path_from_two_folders_is_two_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = ImageHeader(width=4, height=2, version="1")
+    keys = set()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        keys |= {item_key(Image(source=each, root="."), header) for each in ("a.png", str(tmp_path / "b.png"))}
+    assert len(keys) == 3, "the same picture, by its absolute path, is one"

@@ -116,3 +116,18 @@ def test_another_processor_in_the_same_folder_is_another(whole: Path, tmp_path: 
     described["image_processor"]["size"]["longest_edge"] += 28 * 28
     (folder / "processor_config.json").write_text(json.dumps(described))
     assert before != MediaSource.of_folder(folder, MediaConfig()).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("file", "trusted"), [("tokenizer.json", False), ("special_tokens_map.json", False), ("processing_own.py", True)]
+)
+def test_other_tokens_or_code_of_a_processor_make_another(
+    file: str, trusted: bool, whole: Path, tmp_path: Path
+) -> None:
+    """Its own tokenizer knows its placeholders, also where the run has a tokenizer from elsewhere."""
+    folder = without(tmp_path / "copy", whole)
+    found = []
+    for more in ("", " "):
+        (folder / file).write_text(((whole / file).read_text() if (whole / file).is_file() else "{}") + more)
+        found.append(of_model(whole, str(folder), trust_remote_code=trusted).fingerprint)
+    assert found[0] != found[1]

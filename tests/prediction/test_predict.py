@@ -161,6 +161,97 @@ def test_a_run_does_not_go_on_with_another_base(tmp_path: Path, base: Path) -> N
         trained(tmp_path / "run", {"type": "lora"}, output=saved, train=longer, **more)
 
 
+@pytest.fixture(scope="module")
+def on_base(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+    run = trained(tmp_path_factory.mktemp("adapters") / "run", {"type": "lora"}, model=str(base))
+    return Path(run.path) / "model"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "objective", "changes"),
+    [
+        ({"type": "lora", "merge_first": ["other"]}, "sft", "other"),
+        ({"type": "lora", "name_or_path": "other"}, "sft", "other"),
+        ({"type": "lora"}, {"name": "dpo", "reference": {"name_or_path": "other"}}, "other"),
+        ({"type": "full"}, "dpo", "base"),
+    ],
+    ids=["merged first", "begun with", "reference", "its own reference"],
+)
+def test_a_run_does_not_go_on_with_other_models_than_it_began_with(
+    adapter: dict[str, Any],
+    objective: Any,
+    changes: str,
+    tmp_path: Path,
+    base: Path,
+    on_base: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(base, "base")
+    described = Path(shutil.copytree(on_base, "other")) / "adapter_config.json"
+    train = {"learning_rate": 0.01, "per_device_train_batch_size": 2, "precision": "fp32"}
+    more: dict[str, Any] = {
+        "model": "base",
+        "objective": objective,
+        "eval": {"strategy": "no"},
+        "output": {"dir": "run", "save_strategy": "steps", "save_steps": 1},
+    }
+    if objective != "sft":
+        more["data"] = {"train": [{"path": "preset:preferences", "first_rows": 20}]}
+    trained(Path("run"), adapter, train={**train, "max_steps": 1}, **more)
+    assert trained(Path("run"), adapter, train={**train, "max_steps": 2}, **more).global_step == 2
+    if changes == "base":
+        change_weights(Path("base"))
+    else:
+        described.write_text(json.dumps({**json.loads(described.read_text()), "lora_alpha": 99}))
+    with pytest.raises(ModelError, match=changes):
+        trained(Path("run"), adapter, train={**train, "max_steps": 3}, **more)
+
+
+def test_other_weights_and_overrides_of_the_model_are_another_prediction(base: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(base, tmp_path / "base"))
+    description = {
+        "model": str(own),
+        "data": {"eval": [{"path": "preset:skills", "first_rows": 3}]},
+        "train": {"enabled": False},
+        "generate": {"max_new_tokens": 2},
+        "output": {"dir": str(tmp_path / "out")},
+    }
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(description))
+    first = luthier.predict(path).predictions.read_bytes()
+    assert luthier.predict(path).predictions.read_bytes() == first
+    for overrides in (["model.dtype=bfloat16"], ["generate.max_new_tokens=3"]):
+        with pytest.raises(UserError, match="another prediction"):
+            luthier.predict(path, overrides=overrides)
+    change_weights(own)
+    with pytest.raises(UserError, match="another prediction"):
+        luthier.predict(path)
+
+
+def test_a_run_answers_the_rows_that_it_held_out_and_no_others(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    shown = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": str(n)}]}
+        for n in range(30)
+    ]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in shown))
+    run = trained(tmp_path / "run", {"type": "lora"}, data={"train": str(rows), "eval_split": 4}).path
+    few = luthier.PredictOptions(metrics=["exact"])
+    asked = {line["row"] for line in lines(luthier.predict(run, few))}
+    out = luthier.PredictOptions(metrics=["exact"], out=tmp_path / "out")
+    again = luthier.predict(run, out, overrides=["template.default_system=Calm.", "generate.max_new_tokens=2"])
+    assert {line["row"] for line in lines(again)} == asked
+    out = luthier.PredictOptions(metrics=["exact"], out=tmp_path / "others")
+    with pytest.raises(UserError, match="may have learned"):
+        luthier.predict(run, out, overrides=["data.eval_split=6"])
+    with pytest.raises(UserError, match="another prediction"):
+        luthier.predict(run, few, overrides=["model.dtype=bfloat16"])
+    rows.write_text(rows.read_text() + json.dumps({"messages": [*shown[0]["messages"]]}).replace("0?", "new?") + "\n")
+    with pytest.raises(UserError, match="may have learned"):
+        luthier.predict(run, out)
+
+
 def test_a_large_file_is_known_again_by_parts_of_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "WHOLE_BYTES", 1000)
     path, rng = tmp_path / "model.safetensors", np.random.default_rng(0)

@@ -506,3 +506,18 @@ def test_every_kind_of_row_error_comes_back_as_it_was(kind: type[RowError]) -> N
     sent = msgspec.json.decode(msgspec.json.encode(plain_error(error)), type=PlainRowError)
     found = row_error(sent, address)
     assert (type(found), str(found)) == (kind, str(error))
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl.gz"])
+def test_rows_are_read_again_where_a_file_was_changed_that_tells_the_same_size_and_time(
+    name: str, tmp_path: Path
+) -> None:
+    """As copies and unpacked archives do that restore times."""
+    path, spool = tmp_path / name, tmp_path / "spool"
+    for text in ("one", "two"):
+        content = msgspec.json.encode([{"text": text}]) if name == "rows.json" else f'{{"text": "{text}"}}\n'.encode()
+        path.write_bytes(content if name == "rows.json" else gzip.compress(content, 0, mtime=0))
+        os.utime(path, ns=(0, 0))
+        (row,) = index_of(source_of(path), spool).read(np.array([0]))
+        assert isinstance(row, RowBytes) and text.encode() in row.raw
+    assert path.stat().st_mtime_ns == 0

@@ -29,10 +29,12 @@ from luthier.media.processors.processor import PROCESSOR_FILES
 from luthier.models.adapter_files import save_adapter
 from luthier.models.model import RANDOM_WEIGHTS, source_of
 from luthier.models.vocabulary import RESIZED
+from luthier.training.folder.checkpoint import BASE_FILES, OTHER_MODELS, read_json
 from luthier.training.report import RunResult
 from luthier.writing import counted
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+MODEL_CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 TEMPLATE_FILE, TEMPLATE_KEY = "chat_template.jinja", "chat_template"
 MOST_COMPARED = 256  # of added tokens; all of a run are added alike
 LOADING = "## Loading"  # a heading of an adapter's model card
@@ -355,6 +357,13 @@ def base_folder(section: ModelConfig) -> Path | None:
     return None
 
 
+def base_files(config: RunConfig, tokenizer: Path) -> dict[str, str]:
+    """By what the base of an adapter is known again; nothing where it is in the run's folder, or there is none."""
+    if keeps_base(config) or not config.adapter.type.is_beside:
+        return {}
+    return base_digests(base_folder(config.model), tokenizer)
+
+
 def base_digests(base: Path | None, tokenizer: Path) -> dict[str, str]:
     """A digest of every file that decides what a base computes, by its name: config, weights and code of ``base``, and
     what is read for a tokenizer in the folder ``tokenizer``. Empty where not all weights are there.
@@ -362,22 +371,64 @@ def base_digests(base: Path | None, tokenizer: Path) -> dict[str, str]:
     Of a large file of weights the digest covers the size, the header (names, types and shapes) and a part of each
     tensor: training or merging changes these. What changes a few rows of a large tensor alone may be missed.
     """
-    if base is None:
-        return {}
-    index, weights = base / SAFE_WEIGHTS_INDEX_NAME, {SAFE_WEIGHTS_NAME}
-    if not (base / SAFE_WEIGHTS_NAME).is_file() and index.is_file():
+    found = {} if base is None else model_digests(base)
+    read = [path for name in tokenizer_files.FILES if (path := tokenizer / name).is_file()]
+    # a name in both is the base's
+    return dict(sorted(({path.name: _digest(path) for path in read} | found).items())) if found else {}
+
+
+def model_digests(folder: Path) -> dict[str, str]:
+    """The same of a model or an adapter, without a tokenizer: its config, weights and code."""
+    index, weights, config = folder / SAFE_WEIGHTS_INDEX_NAME, {SAFE_WEIGHTS_NAME}, MODEL_CONFIG
+    if not (folder / SAFE_WEIGHTS_NAME).is_file() and index.is_file():
         with suppress(ValueError, KeyError, TypeError):  # whoever loads it tells what is wrong with it
             weights = set(json.loads(index.read_bytes())["weight_map"].values())
-    if not all((base / name).is_file() for name in weights):
+    elif (folder / ADAPTER_CONFIG).is_file() and not (folder / config).is_file():
+        weights, config = {ADAPTER_WEIGHTS}, ADAPTER_CONFIG
+    if not all((folder / name).is_file() for name in weights):
         return {}
-    files = [
-        *(tokenizer / name for name in tokenizer_files.FILES),
-        base / "config.json",
-        *base.glob(tokenizer_files.CODE),
-        *(base / name for name in weights),
-    ]
-    found = {path.name: _digest(path) for path in files if path.is_file()}  # a name in both is the base's
-    return dict(sorted(found.items()))
+    files = [folder / config, *folder.glob(tokenizer_files.CODE), *(folder / name for name in weights)]
+    return {path.name: _digest(path) for path in sorted(files) if path.is_file()}
+
+
+def other_models(config: RunConfig) -> dict[str, dict[str, str]]:
+    """The files of all models that a run reads again as it goes on, beside the weights of a checkpoint, by the names in
+    its description: the adapters that it began with, its reference, and models that judge answers."""
+    folders = {name: Path(name).expanduser() for name in _read_again(config)}
+    return {name: found for name, folder in folders.items() if (found := model_digests(folder))}
+
+
+def _read_again(config: RunConfig) -> dict[str, str]:
+    """Which key names each of them."""
+    adapter, reference = config.adapter, config.objective.reference.name_or_path
+    named: list[tuple[str, str | None]] = [("adapter.merge_first", str(name)) for name in adapter.merge_first]
+    named += [("adapter.name_or_path", adapter.name_or_path), ("objective.reference.name_or_path", reference)]
+    named += [("rollout.rewards", name) for each in config.rollout.rewards for name in (each.model, each.adapter)]
+    if adapter.merge_first or (config.objective.needs_reference and reference is None):
+        named.append(("model.name_or_path", config.model.name_or_path))
+    return {name: key for key, name in named if name is not None}
+
+
+def refuse_other_models(checkpoint: Path, config: RunConfig, tokenizer: Path) -> None:
+    """Raise `ModelError` where a run that goes on from this checkpoint would read files that have changed since it was
+    begun: of the base of its adapter, or of `other_models`."""
+    if (checkpoint / BASE_FILES).is_file():
+        refuse_another_base(read_json(checkpoint / BASE_FILES), config.model, tokenizer)
+    known = read_json(checkpoint / OTHER_MODELS) if (checkpoint / OTHER_MODELS).is_file() else {}
+    for name, found in other_models(config).items() if known else ():
+        if known.get(name, found) != found:
+            raise ModelError(
+                f"{name} is not what it was when the run of {checkpoint} was begun: its files have changed since",
+                hint="put them back, or begin anew with output.overwrite: true",
+                key=_read_again(config)[name],
+            )
+
+
+def answering_digest(told: str, config: RunConfig, adapter: str | None, tokenizer: Path) -> str:
+    """By what the answers of a model are told from others': ``told``, and the files of all that answers."""
+    folders = [Path(name).expanduser() for name in (*config.adapter.merge_first, adapter) if name is not None]
+    files = [base_digests(base_folder(config.model), tokenizer), *map(model_digests, folders)]
+    return hashlib.sha256((told + json.dumps(files)).encode()).hexdigest()
 
 
 def refuse_another_base(known: Mapping[str, object], section: ModelConfig, tokenizer: Path) -> None:

@@ -22,7 +22,7 @@ from luthier.packing.planner import PlannerPlace
 from luthier.records import Address, Batch
 from luthier.training.folder import FILES
 from luthier.training.folder import checkpoint as checkpoints
-from luthier.training.folder.state import has_state
+from luthier.training.folder.state import has_state, unreadable
 from luthier.training.report import LOG_FILE, LOSS_PNG, REPORT_HTML, REPORT_JSON, RESULT_FILE
 from luthier.training.report.events import EventListener, Note
 from luthier.writing import JsonObject, counted
@@ -249,6 +249,14 @@ def _read_run_config(run: Path) -> dict[str, object]:
             f"{run} holds a run, but its {RUN_CONFIG} cannot be read: {error.message}",
             hint="choose another output.dir; to begin anew in this one, set output.overwrite: true",
         ) from error
+
+
+def said_in(path: Path) -> dict[str, object]:
+    """What a run's description says beside the defaults, which it has all written out. Raises `CheckpointError`."""
+    try:
+        return RunConfig.model_validate(checkpoints.read_json(path)).model_dump(mode="json", exclude_defaults=True)
+    except ValidationError as error:
+        raise unreadable(path, error) from error
 
 
 def _as_read_today(there: dict[str, object]) -> dict[str, object]:

@@ -224,6 +224,7 @@ class RunResult:
     versions: dict[str, str] = field(default_factory=dict)  # python, torch, transformers, peft, luthier
     config: dict[str, Any] = field(default_factory=dict)  # the resolved `RunConfig`, in JSON types
     base_files: dict[str, str] = field(default_factory=dict)  # of an adapter: a digest of each file of its base
+    held_out: str = ""  # a digest of the rows that ``data.eval_split`` held out
 
     @property
     def exit_code(self) -> int:
