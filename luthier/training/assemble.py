@@ -48,9 +48,10 @@ from luthier.sources.origins import resolve_sources
 from luthier.sources.source import RowsByAddress, open_sources
 from luthier.training import initial_adapter, optimizer, processes, streams
 from luthier.training.callbacks import EarlyStopping, Flow, Hooks, Journal, Meter, Unreached
-from luthier.training.data import RunData
+from luthier.training.data import RunData, told_of_held_out
 from luthier.training.folder import artifacts, run_folder
-from luthier.training.folder.checkpoint import BASE_FILES, OBJECTIVE_STATE, OTHER_MODELS, checkpoint_step, write_json
+from luthier.training.folder import checkpoint as checkpoints
+from luthier.training.folder.checkpoint import OBJECTIVE_STATE, checkpoint_step, write_json
 from luthier.training.folder.run_folder import LostMediaRows
 from luthier.training.losses import ObjectiveParts, StepLosses, names_of_drawing
 from luthier.training.losses.objective import kernel_name, make_losses, model_pass
@@ -240,8 +241,9 @@ def _save_state(setup: RunSetup, losses: StepLosses, folder: Path, step: int) ->
     """What a checkpoint has beside the trainer's own state."""
     streams.loader_state(setup.schedule, setup.data, step).save(folder)
     run_folder.write_run_config(setup.config, folder)
-    read = {BASE_FILES: setup.run_model.base_files, OTHER_MODELS: setup.run_model.other_models}
-    for name, state in {OBJECTIVE_STATE: losses.state(), **read}.items():
+    models, held_out = setup.run_model, told_of_held_out(setup.data)
+    states = {checkpoints.BASE_FILES: models.base_files, checkpoints.OTHER_MODELS: models.other_models}
+    for name, state in {**states, checkpoints.HELD_OUT_ROWS: held_out, OBJECTIVE_STATE: losses.state()}.items():
         if state:
             write_json(folder / name, dict(state))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from luthier.preparation import Prepared, PreparedSet, SourceInfo
 from luthier.preparation.resolver import ResolvedPortion
 from luthier.preparation.segments import SegmentIndex
 from luthier.store import SampleStore, store_folder
+from luthier.training.folder.checkpoint import HELD_OUT_ROWS, read_json
 from luthier.training.report import DataSummary
 
 
@@ -167,6 +169,24 @@ def digest_of_rows(segments: Segments) -> str:
     ids = (segments[number].input_ids for number in range(len(segments)))
     each = sorted(hashlib.blake2b(ids_T.astype(np.int32).tobytes(), digest_size=16).digest() for ids_T in ids)
     return hashlib.sha256(b"".join(each)).hexdigest()
+
+
+def told_of_held_out(data: RunData) -> dict[str, str]:
+    """By what a run that goes on knows its held-out rows again; {} where there are none, or they are in memory."""
+    if not isinstance(data.eval, SegmentIndex):
+        return {}
+    rows = data.eval.prepared
+    return {"rows": hashlib.sha256(rows.store.keys_of(rows.sample_ids).tobytes()).hexdigest()}
+
+
+def tell_of_others(checkpoint: Path, data: RunData, tell: Callable[[str], object]) -> None:
+    """Say where a run goes on from a checkpoint with other held-out rows than it had."""
+    path, here = checkpoint / HELD_OUT_ROWS, told_of_held_out(data)
+    if path.is_file() and here and read_json(path) != here:
+        tell(
+            f"the held-out rows are others than those of {checkpoint.name} and before, so their losses cannot be "
+            "compared, nor which checkpoint is the best"
+        )
 
 
 def are_among(some: SegmentIndex, others: SegmentIndex) -> bool:

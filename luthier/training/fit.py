@@ -40,7 +40,7 @@ from luthier.preparation import Prepared
 from luthier.training import streams
 from luthier.training.assemble import RunSetup, make_model, make_trainer, summarise_model
 from luthier.training.callbacks import AnsweringBetween, EarlyStopping, Hooks, StopAgreement, StopSignals
-from luthier.training.data import RunData, digest_of_rows, open_run_data, summary_of
+from luthier.training.data import RunData, digest_of_rows, open_run_data, summary_of, tell_of_others
 from luthier.training.folder import artifacts, run_folder
 from luthier.training.folder.checkpoint import (
     OBJECTIVE_STATE,
@@ -208,6 +208,7 @@ def _set_up(
     if resume is not None and state is not None:
         artifacts.refuse_other_models(resume, config, tokenizer.files.folder)
         streams.check_rows(state, streams.loader_state(schedule, data, state.step), resume)
+        tell_of_others(resume, data, hooks.note)
     trainer = make_trainer(setup)
     return Run(setup=setup, trainer=trainer, summary=summarise_model(setup, trainer))
 

@@ -81,3 +81,17 @@ def test_a_new_reward_head_and_new_rows_of_an_embedding_are_told_as_those_of_the
         (before,) = (line for line in first if begins in line)
         (after,) = (line for line in again if begins in line)
         assert after == f"model: when the run began, {before.removeprefix('model: ')}; now the weights of checkpoint-2"
+
+
+def test_other_held_out_rows_than_before_are_told(run: dict[str, Any], tmp_path: Path) -> None:
+    held_out, told = tmp_path / "held_out.jsonl", list[list[str]]()
+    run["data"]["eval"] = str(held_out)
+    rows = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").replace("?", "!").splitlines(keepends=True)
+    for some, steps in ((rows, 2), (rows, 4), (rows[:3], 6)):
+        held_out.write_text("".join(some), encoding="utf-8")
+        told.append([])
+        hears = told[-1].append
+        run["train"]["max_steps"] = steps
+        luthier.train(run, on_event=lambda event, hears=hears: hears(event.text) if isinstance(event, Note) else None)
+    others = [[line for line in lines if line.startswith("the held-out rows are others")] for lines in told]
+    assert [len(lines) for lines in others] == [0, 0, 1]

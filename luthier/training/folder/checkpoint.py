@@ -44,6 +44,7 @@ MANIFEST = "manifest.json"
 MANIFEST_VERSION = 2
 _PICKLED_VERSION, _PICKLED_STATE = 1, "optimizer.pt"  # what Luthier wrote before: state as pickles of torch
 BASE_FILES = "base_files.json"  # of adapters: digests of the base's files
+HELD_OUT_ROWS = "held_out_rows.json"  # a digest of the rows that are evaluated on
 OTHER_MODELS = "other_models.json"  # digests of the files of other models that are read again
 OBJECTIVE_STATE = "objective_state.json"  # of objectives that remember something from step to step
 TRAINER_STATE = "trainer_state.json"  # transformers' name
