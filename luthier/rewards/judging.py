@@ -123,9 +123,8 @@ class RewardJudge:
                 elif found is not None:
                     values_NF[place, number] = found
         weights_F = np.array([reward.weight for reward in self.rewards])
-        silent_N = np.isnan(values_NF[:, weights_F != 0]).all(
-            axis=1
-        )  # a reward of weight 0 is told, and judges nothing
+        # a reward of weight 0 is told, and judges nothing
+        silent_N = np.isnan(values_NF[:, weights_F != 0]).all(axis=1)
         total_N = np.where(silent_N, nan, np.nansum(values_NF * weights_F, axis=1))
         reasons_N = [(why or NO_OPINION) if silent else "" for why, silent in zip(reasons_N, silent_N, strict=True)]
         return Judged(total_N=total_N, values_NF=values_NF, missing=missing, reasons_N=reasons_N)
