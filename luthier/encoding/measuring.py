@@ -174,7 +174,7 @@ class Measurer:
     def _blob(self, content: bytes) -> str:
         assert self.blobs is not None
         path = self.blobs / hashlib.blake2b(content, digest_size=16).hexdigest()
-        if not path.exists():
+        if not path.exists() or path.stat().st_size != len(content):  # a power cut may leave an empty file
             disk = Disk()
             disk.make_folder(self.blobs)
             disk.publish(path, [content], durable=False)

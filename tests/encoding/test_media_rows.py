@@ -442,6 +442,9 @@ def test_what_rows_hold_themselves_is_kept_once_as_a_file(folder: Path, tmp_path
     assert Pillow.open(io.BytesIO(blob.read_bytes())).size == (64, 64)
     sources = {item.media.source for row in range(3) for item in found.train[row].media}
     assert sources == {str(blob)}
+    blob.write_bytes(b"")  # as a power cut may leave it
+    again = prepared(folder, tmp_path / "rows.jsonl", tmp_path)
+    assert again.train.ledger.lost == 0 and Pillow.open(io.BytesIO(blob.read_bytes())).size == (64, 64)
 
 
 def test_items_cut_in_half_are_refused() -> None:
