@@ -374,7 +374,7 @@ class TemplateConfig(Section):
     """Variables for the template, such as ``{enable_thinking: false}``."""
     now: Annotated[choices.NonEmpty | None, AfterValidator(_check_time)] = None
     """The date, or date and time, that templates with a clock are told, for all rows, such as ``"2026-11-22"``.
-    Default: the time at which the run begins."""
+    Default: the day on which the run begins, with the time at which a row is first prepared on it."""
     limits: TemplateLimitsConfig = TemplateLimitsConfig()
     """What one render of the template may use up."""
     default_system: str | None = None

@@ -14,6 +14,7 @@ decide what becomes of a row.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 import time
@@ -59,6 +60,9 @@ class TemplateLimits:
     max_source_chars: int = 100_000
 
 
+_TIME_OF_DAY = re.compile(r"%[-#]?[HIMSpXcTRrfs]")  # in formats of times
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateSettings:
     """Under which circumstances a template runs: the time that it is told (None: the present), and its limits."""
@@ -77,6 +81,8 @@ class TemplateSettings:
         if "strftime_now" in source and not given & {name for name in variables if "date" in name}:
             day = (self.now or datetime.now()).date().isoformat()
             told = "as template.now says" if self.now is not None else "today; template.now fixes it for later runs"
+            if self.now is None and _TIME_OF_DAY.search(source):
+                told += ", and the time of day, which is that at which each row was first prepared today"
             return f"the chat template reads the clock: every row is told that it is {day}, {told}"
         if dates:
             return f"the chat template reads {', '.join(dates)}, which nothing gives it; template.kwargs does"

@@ -134,6 +134,12 @@ def test_a_template_with_a_clock_is_told_with_its_date() -> None:
     fixed = TemplateSettings(now=datetime(2020, 2, 29))
     assert "2020-02-29" in (fixed.clock_note("{{ strftime_now('%Y') }}", frozenset(), frozenset()) or "")
     assert ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", settings=fixed).render(ROW) == "2020-02-29"
+    said = {
+        (now, form): "time of day" in (TemplateSettings(now=now).clock_note(form, frozenset(), frozenset()) or "")
+        for now in (None, datetime(2020, 2, 29))
+        for form in ("{{ strftime_now('%d %b %Y') }}", "{{ strftime_now('%H:%M') }}")
+    }
+    assert sum(said.values()) == 1 and said[None, "{{ strftime_now('%H:%M') }}"]
     assert "date_string" in (fixed.clock_note("{{ date_string }}", {"date_string"}, frozenset()) or "")
     assert fixed.clock_note("{{ content }}", {"content"}, frozenset()) is None
 
