@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines import Finish, NewTokens, Request
+from luthier.engines import Finish, NewTokens, Request, WeightsName
 from luthier.rendering.replies import CallPiece, ReplyDelta, joined_pieces
 from luthier.serve import RefusedRequest
 from luthier.serve.asking import HALF_CHARACTER, AnswerReader, Asker, joined, too_late
@@ -111,7 +111,7 @@ class Teller:
             delta = ReplyDelta() if answer is None else asked.readers[number].feed(answer)
             choices.append(self._choice(asked, number, delta, answer, echo=asked.echo(number)))
         count = sum(len(new.ids) for pieces in told for new in pieces)
-        by = {} if weights is None else {"weights": {"version": weights.version, "digest": weights.digest}}
+        by = _drawn_by(weights)
         return asked.envelope(streamed=False) | {"choices": choices, "usage": usage(asked, count), **by}
 
     async def pieces(self, asked: ClientRequest) -> AsyncGenerator[JsonObject, None]:
@@ -124,6 +124,7 @@ class Teller:
                 self.answers.turns.answering(),
                 aclosing(self._told(asked)) as tokens,
             ):
+                begun |= _drawn_by(self.answers.taken())
                 for number in range(len(asked.readers)):
                     if asked.is_chat:
                         opening = {"role": "assistant", "content": ""}
@@ -215,6 +216,11 @@ class Teller:
         text = self.tokenizer.decode([number])
         is_whole = HALF_CHARACTER not in text  # else its bytes are those of a part of a character
         return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
+
+
+def _drawn_by(weights: WeightsName | None) -> JsonObject:
+    """The weights that draw an answer, where they were delivered."""
+    return {} if weights is None else {"weights": {"version": weights.version, "digest": weights.digest}}
 
 
 def _message(whole: ReplyDelta) -> JsonObject:

@@ -19,6 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from luthier.config.choices import LONGEST_SEQUENCE
+from luthier.config.inputs import ModelConfig
 from luthier.config.schema import RUN_CONFIG
 from luthier.engines.local import NO_ADAPTER, LocalEngine, RewardEngine, WeightsTaker
 from luthier.errors import UserError
@@ -234,7 +235,7 @@ def _others(opened: TrainedRun, adapters: Mapping[str, str | Path], overrides: S
     for name, folder in adapters.items():
         other = open_run(Path(folder).expanduser(), [*overrides, *NOTHING_OUTSIDE])
         apart = {
-            "model": other.config.model == opened.config.model,
+            "model": _model_said(other) == _model_said(opened),
             "adapter.merge_first": other.config.adapter.merge_first == opened.config.adapter.merge_first,
             "template": other.config.template == opened.config.template,
             "tokenizer": other.encoder.tokenizer.fingerprint == opened.encoder.tokenizer.fingerprint,
@@ -247,6 +248,12 @@ def _others(opened: TrainedRun, adapters: Mapping[str, str | Path], overrides: S
             raise UserError(f"--adapter {name}={folder}: {why}, so it cannot be served beside this run", hint=hint)
         found[name] = other
     return found
+
+
+def _model_said(run: TrainedRun) -> ModelConfig:
+    """What a description says of the model; a folder is the same however its path is written."""
+    folder = Path(run.config.model.name_or_path).expanduser()
+    return run.config.model.model_copy(update={"name_or_path": str(folder.resolve())} if folder.is_dir() else {})
 
 
 def _answering(

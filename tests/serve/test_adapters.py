@@ -18,7 +18,7 @@ from luthier.engines import Completion, Request
 from luthier.errors import UserError
 from luthier.prediction import open_run
 from luthier.presets import model_folder, tokenizer_folder
-from luthier.serve.running import ServeOptions, serve
+from luthier.serve.running import ServeOptions, _others, serve
 from tests.serve.conftest import ASK, asked_of
 
 QUESTIONS = [ASK, [{"role": "user", "content": "Spell the word 'tree'."}], [{"role": "user", "content": "Hello."}]]
@@ -97,6 +97,11 @@ def test_what_the_line_says_holds_for_all_that_is_served(runs: dict[str, Path]) 
         return [one["usage"]["completion_tokens"] for one in told]
 
     assert asked_of(runs["seed1"], options, ask, line) == [2, 2]
+
+
+def test_a_base_is_the_same_however_its_path_is_written(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs["base"].parent)
+    assert _others(open_run(Path("base")), {"one": runs["seed1"]}, []).keys() == {"one"}
 
 
 def test_a_run_that_is_shown_other_prompts_is_not_served_beside(runs: dict[str, Path]) -> None:

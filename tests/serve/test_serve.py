@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from itertools import cycle
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -22,7 +23,8 @@ import luthier
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines import Request
+from luthier.engines import Request, WeightsName
+from luthier.engines.local import WeightsTaker
 from luthier.serve import running as running_module
 from luthier.serve.histories import Histories
 from tests.conftest import HANG_SECONDS
@@ -45,6 +47,17 @@ def server(encoder: Encoder) -> Iterator[Running]:
 def client(server: Running) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0) as found:
         yield found
+
+
+def test_an_answer_names_the_weights_that_drew_it_whole_and_in_pieces(encoder: Encoder) -> None:
+    taken = WeightsName(version=3, digest="0" * 32)
+    taker = cast("WeightsTaker", SimpleNamespace(taken=taken))
+    with running(encoder, Scripted(lambda request: [5, 6]), taker=taker) as found:
+        whole = found.chat().json()["weights"]
+        lines = found.chat(stream=True).text.splitlines()
+    pieces = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert whole == {"version": 3, "digest": "0" * 32} and len(pieces) > 2
+    assert all(piece["weights"] == whole for piece in pieces)
 
 
 def test_the_openai_client_gets_an_answer_whole_and_the_same_in_pieces(client: openai.OpenAI) -> None:
