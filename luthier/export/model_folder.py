@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -39,7 +38,7 @@ from luthier.models.adapter_files import existing_settings, give_back_freed, lea
 from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
 from luthier.prediction import TrainedRun, open_run
 from luthier.training.folder import FILES, reported
-from luthier.training.folder.artifacts import LOADING, plain_tokenizer, save_model
+from luthier.training.folder.artifacts import merged_card, plain_tokenizer, save_model
 from luthier.training.folder.checkpoint import BROKEN, put_back, replacing
 from luthier.training.folder.run_folder import MERGED_FOLDER, MODEL_FOLDER
 from luthier.writing import counted, rename
@@ -433,9 +432,7 @@ def _write(run: TrainedRun, engine: LocalEngine, folder: Path, dtype: str) -> li
 def _card(run: TrainedRun, dtype: str) -> str:
     """The run's model card, with what an exported model is beside it."""
     path = Path(run.adapter or run.config.model.name_or_path).expanduser() / CARD
-    text = path.read_text(encoding="utf-8") if path.is_file() else "---\nlibrary_name: transformers\n---\n"
-    text = re.sub(rf"^{LOADING}\n.*?(?=^## )", "", text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"^library_name: peft$", "library_name: transformers", text, count=1, flags=re.MULTILINE)
+    text = merged_card(path.read_text(encoding="utf-8")) if path.is_file() else "---\nlibrary_name: transformers\n---\n"
     lines = [f"Merged and exported by Luthier {__version__}, weights in {dtype}."]
     if kwargs := run.config.template.kwargs:
         told = json.dumps(kwargs, ensure_ascii=False)

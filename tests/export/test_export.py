@@ -369,6 +369,7 @@ def test_what_was_exported_holds_later_wherever_it_is_and_is_read_by_transformer
     assert (folder / "chat_template.jinja").read_bytes() == (world.run / "model" / "chat_template.jinja").read_bytes()
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert "library_name: transformers" in card and '{"enable_thinking": false}' in card
+    assert "lora adapter for" not in card and "with a lora adapter merged into it" in card
 
 
 def test_a_type_of_16_bits_and_small_files_are_proven_by_their_own_bounds(world: World, tmp_path: Path) -> None:

@@ -303,6 +303,21 @@ def test_the_card_names_the_loss_with_all_its_numbers_and_the_reference(
     assert ("| reference |" in card) == any("reference" in words for words in told)
 
 
+def test_the_card_says_how_it_is_loaded_and_how_answers_were_drawn(result: RunResult, tmp_path: Path) -> None:
+    drawn = make_config(tmp_path, generate={"do_sample": True})
+    assert "greedy answers" in model_card(result, make_config(tmp_path)) and "greedy" not in model_card(result, drawn)
+    for architecture, task in (
+        ("Qwen3VLForConditionalGeneration", "image-text-to-text"),
+        ("Qwen2AudioForConditionalGeneration", "any-to-any"),
+        ("Qwen3ForCausalLM", "text-generation"),
+    ):
+        shown = replace(result, model=replace(result.model, architecture=architecture))
+        assert f"pipeline_tag: {task}\n" in model_card(shown, drawn)
+    judge = replace(result, model=replace(result.model, architecture="Qwen3ForSequenceClassification"))
+    plain = make_config(tmp_path, model={"name_or_path": "a/b"}, objective={"name": "rm"}, adapter={"type": "lora"})
+    assert "{'num_labels': 1}" in model_card(judge, plain), "PEFT alone makes a head of two numbers"
+
+
 def test_a_run_of_targets_shows_perplexity_and_no_rewards(result: RunResult) -> None:
     page = write_report(Report(result=result))[0].read_text()
     assert "loss per target" in page and "perplexity" in page

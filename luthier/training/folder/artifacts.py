@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,10 +13,15 @@ from itertools import zip_longest
 from pathlib import Path
 
 import torch
+import transformers
 from huggingface_hub import try_to_load_from_cache
 from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from luthier.config.inputs import ModelConfig
@@ -31,11 +37,12 @@ from luthier.models.model import RANDOM_WEIGHTS, source_of
 from luthier.models.vocabulary import RESIZED
 from luthier.training.folder.checkpoint import BASE_FILES, OTHER_MODELS, read_json
 from luthier.training.report import RunResult
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 MODEL_CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 TEMPLATE_FILE, TEMPLATE_KEY = "chat_template.jinja", "chat_template"
+GENERATION_FILE = "generation_config.json"
 MOST_COMPARED = 256  # of added tokens; all of a run are added alike
 LOADING = "## Loading"  # a heading of an adapter's model card
 TEMPLATE_HOLDERS = ("tokenizer_config.json", *PROCESSOR_FILES)  # which may hold a chat template, too
@@ -179,7 +186,7 @@ def model_card(result: RunResult, config: RunConfig) -> str:
     base = config.model.name_or_path
     title = result.path.resolve().name
     library = "peft" if is_adapter else "transformers"
-    task = "text-classification" if not OBJECTIVES[config.objective.name].has_head else "text-generation"
+    task = _task(result, config)
     head = ["---", f"library_name: {library}", f"pipeline_tag: {task}", "tags: [luthier]"]
     if base.count("/") == 1 and not base.startswith((".", "/", "~", "preset:")) and not Path(base).exists():
         head.append(f"base_model: {base}")
@@ -189,7 +196,7 @@ def model_card(result: RunResult, config: RunConfig) -> str:
     for heading, rows in (
         ("Data", _data(result)),
         ("Training", _training(result, config)),
-        ("Results", _results(result)),
+        ("Results", _results(result, config)),
     ):
         lines += [f"## {heading}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
     lines += [
@@ -198,6 +205,27 @@ def model_card(result: RunResult, config: RunConfig) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def merged_card(text: str) -> str:
+    """The card of an adapter as that of the whole model that it is merged into; of another model as it is."""
+    text = re.sub(rf"^{LOADING}\n.*?(?=^## )", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^library_name: peft$", "library_name: transformers", text, count=1, flags=re.MULTILINE)
+    said = re.compile(r"^A (\w+) adapter for (.+?), made with ", re.MULTILINE)
+    return said.sub(r"\2 with a \1 adapter merged into it, made with ", text, count=1)
+
+
+def _task(result: RunResult, config: RunConfig) -> str:
+    """The Hub's name of what the model does, by which programs choose how to load it."""
+    if not OBJECTIVES[config.objective.name].has_head:
+        return "text-classification"
+    known = {
+        "image-text-to-text": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        "any-to-any": MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    }
+    return next(
+        (task for task, names in known.items() if result.model.architecture in names.values()), "text-generation"
+    )
 
 
 def _intro(result: RunResult, base: str, *, is_adapter: bool) -> list[str]:
@@ -212,10 +240,12 @@ def _loading(result: RunResult, config: RunConfig) -> list[str]:
     """How the base is made what it was in training, where PEFT alone does not do so; nothing where it does."""
     section, kind = config.model, result.model.architecture
     rows = [note.partition(" to ")[2].split()[0] for note in result.model.notes if note.startswith(RESIZED)]
-    if keeps_base(config) or not (section.config_overrides or rows):
+    head = {} if OBJECTIVES[config.objective.name].has_head else {"num_labels": 1}
+    is_theirs = hasattr(transformers, kind)  # there is no such class of multimodal models
+    if keeps_base(config) or not (section.config_overrides or rows or (head and is_theirs)):
         return []
     why = ["other settings in its config"] * bool(section.config_overrides) + ["rows for new tokens"] * bool(rows)
-    head = {} if OBJECTIVES[config.objective.name].has_head else {"num_labels": 1}
+    why += ["a head that gives one number"] * bool(head)
     changed = {**section.config_overrides, **head}
     return [
         f"In training the base had {' and '.join(why)}, which PEFT does not know of. Load it so:",
@@ -321,15 +351,16 @@ def _objective(config: RunConfig) -> list[tuple[str, str]]:
     return rows
 
 
-def _results(result: RunResult) -> list[tuple[str, str]]:
+def _results(result: RunResult, config: RunConfig) -> list[tuple[str, str]]:
     rows = []
     if result.final_loss is not None:
         rows.append(("training loss, last logged", f"{result.final_loss:.4f}"))
     for name, record in (("first", result.evals[:1]), ("last", result.evals[1:][-1:])):
         rows += [(f"held-out, {name} (step {e.step})", f"loss {e.loss:.4f}, {e.words}") for e in record]
+    way = "" if config.generate.do_sample or config.generate.num_beams > 1 else "greedy "
     for done in result.generations:
         right = sum(record.equal for record in done.records)
-        rows.append((f"greedy answers exactly right at step {done.step}", f"{right} of {len(done.records)}"))
+        rows.append((f"{way}answers exactly right at step {done.step}", f"{right} of {len(done.records)}"))
     return rows
 
 
@@ -444,6 +475,34 @@ def refuse_another_base(known: Mapping[str, object], section: ModelConfig, token
             "this base all the same, describe that: model: BASE, adapter: {name_or_path: RUN/model}, "
             "train: {enabled: false}",
         )
+
+
+def described_digest(config: RunConfig, tokenizer: Path) -> str:
+    """By what a model that is described is known again: what is said of it, and its files on this machine. Other
+    weights under the same name are another model."""
+    adapters = [config.adapter.name_or_path, *config.adapter.merge_first]
+    files = [path for each in adapters if each for path in sorted(Path(each).expanduser().glob("adapter_*"))]
+    said = config.model_dump(mode="json", include={"model", "adapter", "template"})
+    known = [said, base_digests(base_folder(config.model), tokenizer), [_digest(path) for path in files]]
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+def computing(config: RunConfig) -> JsonObject:
+    """How a model's numbers are computed, beside its weights: other settings give other numbers."""
+    section = {"config_overrides", "dtype", "quantization", "attn_implementation", "experts_implementation"}
+    return config.model_dump(mode="json", include={"model": section, "train": {"precision"}})
+
+
+def saved_stops(folder: Path) -> list[int]:
+    """The ids that end answers of the model in a folder, as its generation config says. Raises `ModelError`."""
+    path = folder / GENERATION_FILE
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
 def _digest(path: Path) -> str:
