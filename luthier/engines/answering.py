@@ -111,9 +111,10 @@ class Answerer:
         return scores_V
 
     def scored(self, ids: Ids, start: int, features: object, top: int = 0) -> NewTokens:
-        """``ids[start:]`` as if they had been emitted, with the ``top`` likeliest tokens at each place."""
-        inputs, _ = self.inputs([ids], [features], answer_from=start)
-        logits_TV = self.model(**inputs, use_cache=False).logits[0, start - 1 : -1].float()
+        """``ids[start:]`` as if they had been emitted, with the ``top`` likeliest tokens at each place. The last one is
+        not read: nothing is said behind it, and it may stand one place behind the last that the model has."""
+        inputs, _ = self.inputs([ids[: max(start, len(ids) - 1)]], [features], answer_from=start)
+        logits_TV = self.model(**inputs, use_cache=False).logits[0, start - 1 : len(ids) - 1].float()
         new_T1 = torch.from_numpy(ids[start:].astype(np.int64)).to(logits_TV.device)[:, None]
         logprobs_TV = logits_TV.log_softmax(-1)
         tops = logprobs_TV.topk(min(top, logprobs_TV.shape[1]))

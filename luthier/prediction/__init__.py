@@ -43,13 +43,16 @@ from luthier.rendering.replies import ReplyDelta, joined
 from luthier.rendering.trained_turns import THINKING_SWITCHES
 from luthier.sources.formats.turns import as_row
 from luthier.training.assemble import RunModel
-from luthier.training.folder.artifacts import TEMPLATE_FILE, answering_digest, keeps_base, refuse_another_base
+from luthier.training.folder import artifacts
+from luthier.training.folder.artifacts import answering_digest, refuse_another_base
 from luthier.training.folder.checkpoint import read_json
-from luthier.training.folder.run_folder import BASE_FOLDER, MODEL_FOLDER, said_in
+from luthier.training.folder.run_folder import BASE_FOLDER, MODEL_FOLDER, refuse_unfollowed, said_in, saved_stops
 from luthier.training.report import RESULT_FILE
 from luthier.writing import write_all
 
-ADAPTER_FILE, GENERATION_FILE, MODEL_CONFIG = "adapter_config.json", "generation_config.json", "config.json"
+ADAPTER_FILE, MODEL_CONFIG = "adapter_config.json", "config.json"
+NO_ANSWERS = "a reward model, which gives numbers and no answers"
+WITH_REWARDS = "luthier serve gives its rewards; adapter.merge: true has a run merge its adapter into a whole model"
 ANSWERING: Any = {"model": True, "adapter": True, "template": True, "media": True, "train": {"precision"}}
 
 
@@ -137,7 +140,7 @@ def open_run(path: Path, overrides: Sequence[str] = (), *, rewards: bool = False
     else:
         return _left_behind(path, overrides, rewards=rewards)
     if is_reward_model(config) and not rewards:
-        raise UserError(f"{path} describes a reward model, which gives numbers and no answers")
+        raise UserError(f"{path} describes {NO_ANSWERS}", hint=WITH_REWARDS)
     encoder = Encoder.from_config(config)
     source, told = Path(config.model.name_or_path).expanduser(), config.model_dump_json(include=ANSWERING)
     return TrainedRun(
@@ -145,7 +148,7 @@ def open_run(path: Path, overrides: Sequence[str] = (), *, rewards: bool = False
         config=config,
         adapter=config.adapter.name_or_path,
         encoder=encoder,
-        stops=frozenset({*encoder.tokenizer.stop_token_ids, *_saved_stops(source)}),
+        stops=frozenset({*encoder.tokenizer.stop_token_ids, *saved_stops(source)}),
         digest=answering_digest(told, config, config.adapter.name_or_path, encoder.tokenizer.files.folder),
     )
 
@@ -174,11 +177,13 @@ def _left_behind(folder: Path, overrides: Sequence[str], *, rewards: bool) -> Tr
         lacking = RUN_CONFIG if not described.is_file() else f"{MODEL_FOLDER}/"
         hint = "name the output.dir of a run that luthier train has finished"
         raise UserError(f"{folder} holds no finished run: there is no {lacking} in it", hint=hint)
-    config = load_config(said_in(described), overrides, check_paths=False)
-    if is_reward_model(config) and not rewards:
-        raise UserError(f"{folder} holds a reward model, which gives numbers and no answers")
-    changed = _changed(config, load_config(said_in(described), check_paths=False)) if overrides else ""
-    config = _as_left_behind(config, folder)
+    said = load_config(said_in(described), check_paths=False)
+    asked = load_config(said_in(described), overrides, check_paths=False) if overrides else said
+    if is_reward_model(asked) and not rewards:
+        raise UserError(f"{folder} holds {NO_ANSWERS}", hint=WITH_REWARDS)
+    changed = _changed(asked, said)
+    config = _as_left_behind(asked, folder)
+    refuse_unfollowed(said, asked, config)
     encoder = Encoder.from_config(config)
     result = folder / RESULT_FILE
     known: Any = read_json(result).get("base_files", {}) if result.is_file() else {}
@@ -190,7 +195,7 @@ def _left_behind(folder: Path, overrides: Sequence[str], *, rewards: bool) -> Tr
         config=config,
         adapter=adapter,
         encoder=encoder,
-        stops=frozenset({*encoder.tokenizer.stop_token_ids, *_saved_stops(trained)}),
+        stops=frozenset({*encoder.tokenizer.stop_token_ids, *saved_stops(trained)}),
         digest=answering_digest(told, config, adapter, encoder.tokenizer.files.folder),
         base=known,
     )
@@ -210,7 +215,7 @@ def _as_left_behind(config: RunConfig, folder: Path) -> RunConfig:
     """
     trained, base = folder / MODEL_FOLDER, folder / BASE_FOLDER
     is_adapter = (trained / ADAPTER_FILE).is_file()
-    source = base if is_adapter and keeps_base(config) else None if is_adapter else trained
+    source = base if is_adapter and artifacts.keeps_base(config) else None if is_adapter else trained
     if source == base and not base.is_dir():
         why = "copy the folder of the run with all that is in it; nothing else has these weights"
         raise ModelError(f"{base} is missing, the base that the adapter of this run was trained on", hint=why)
@@ -239,22 +244,11 @@ def _as_left_behind(config: RunConfig, folder: Path) -> RunConfig:
 
 def _own_template(config: RunConfig, trained: Path) -> dict[str, object]:
     """The saved template, where the run's was a file that may have changed since."""
-    saved = trained / TEMPLATE_FILE
+    saved = trained / artifacts.TEMPLATE_FILE
     told = config.template.chat_template
     if told is None or not Path(told).suffix or "\n" in told or not saved.is_file():
         return {}
     return {"chat_template": saved.read_text(encoding="utf-8")}
-
-
-def _saved_stops(trained: Path) -> list[int]:
-    path = trained / GENERATION_FILE
-    if not path.is_file():
-        return []
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
 MOST_SILENT = 600.0  # seconds without a token before an answer is given up
@@ -345,8 +339,11 @@ class Dialogue:
         message = whole.message
         calls = (replace(p, id=p.id or f"call{n:05d}") if isinstance(p, ToolCall) else p
                  for n, p in enumerate(message.parts, len(self.messages) * 100))  # fmt: skip
-        # one that the model has not ended is no example of an answer: learned, it would end in mid-sentence
-        message = replace(message, parts=tuple(calls), train=None if finish in (Finish.STOP, Finish.STRING) else False)
+        # one that the model has not ended is no example of an answer: learned, it would end in mid-sentence; of a
+        # broken call, letters would be learned in the place of control tokens, and of a thought alone an end of it
+        is_ended = finish in (Finish.STOP, Finish.STRING) and bool(whole.content or whole.calls)
+        is_example = is_ended and not whole.num_malformed
+        message = replace(message, parts=tuple(calls), train=None if is_example else False)
         if whole:
             self.messages.append(message)
         return DialogueAnswer(
@@ -431,7 +428,7 @@ def with_thinking(run: TrainedRun, *, on: bool) -> TrainedRun:
 
 
 _TOLD = ("results", "versions", "n-shot", "n-samples", "higher_is_better")  # what of lm-eval's result is kept
-_TASK_NAME = re.compile(r"^task:\s*[\"']?([^\s\"'#]+)", re.MULTILINE)
+_TASK_NAMES = [re.compile(rf"^{key}:[ \t]*[\"']?([^\s\"'#]+)", re.MULTILINE) for key in ("task", "group")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -494,7 +491,8 @@ def evaluate_tasks(
 def _name_in(path: Path) -> str:
     if not path.is_file():
         raise UserError(f"there is no {path}", hint="name a YAML file of a task, or a task that lm-eval knows")
-    found = _TASK_NAME.search(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    found = next((match for match in (pattern.search(text) for pattern in _TASK_NAMES) if match), None)
     if found is None:
-        raise UserError(f"{path} is not a task of lm-eval: it has no key task")
+        raise UserError(f"{path} is no task of lm-eval: it names no task and no group")
     return found[1]

@@ -342,6 +342,24 @@ def test_a_saved_answer_that_the_model_has_not_ended_is_not_learned(
     assert first.message.text
 
 
+def test_a_broken_call_and_a_thought_alone_are_kept_in_the_history_and_not_learned(
+    scripted: Scripted, says: Say, opened: TrainedRun
+) -> None:
+    """A call that cannot be read is letters in a row, which would be learned in the place of its control tokens."""
+    control = opened.encoder.tokenizer.control_id
+    thought, call = says(Thinking(text="Hm."), Text(text="Yes.")), says(SEND)
+    cut = [*thought[: thought.index(control("</think>"))], thought[-1]]
+    broken = [number for number in call if opened.encoder.tokenizer.decode([number]) != '":']
+    scripted.replies.extend([cut, broken, thought, call])
+    with Dialogue(run=scripted, tools=[declared(SEND)]) as dialogue:
+        for _ in range(4):
+            dialogue.messages.append(Message(role="user", parts=(Text(text="So?"),)))
+            dialogue.answer(lambda delta: None)
+    answers = [message for message in dialogue.messages if message.role == "assistant"]
+    assert "<tool_call>" in answers[1].text
+    assert [message.train for message in answers] == [False, False, None, None]
+
+
 def test_the_thinking_switch_is_the_templates_own(opened: TrainedRun) -> None:
     question = [{"role": "user", "content": "So?"}]
     for on in (True, False):

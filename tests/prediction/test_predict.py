@@ -512,6 +512,13 @@ def test_another_prediction_is_not_mixed_with_the_one_that_is_there(ask: Predict
     assert len(lines(again)) == 4
 
 
+def test_what_a_run_that_has_saved_a_whole_model_would_not_follow_is_refused(base: Path) -> None:
+    for override in ("template.chat_template=chatml", "model.config_overrides.rope_theta=5", "model=preset:tiny-llama"):
+        with refused(UserError, override.partition("=")[0]):
+            trained_run.open_run(base.parent, [override])
+    assert trained_run.open_run(base.parent, ["template.kwargs.enable_thinking=false"]).encoder.options.kwargs
+
+
 def test_what_is_no_finished_run_is_refused(lora: RunResult, tmp_path: Path) -> None:
     with refused(UserError, "run_config.json"):
         luthier.predict(tmp_path)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("lm_eval")
 
@@ -14,6 +17,7 @@ from luthier.__main__ import run as run_command
 from luthier.errors import UserError
 from luthier.prediction import TaskOptions, TrainedRun, evaluate_tasks, open_run
 from luthier.prediction.harness import HarnessModel, answering_task, prompt_ids
+from luthier.presets import tokenizer_folder
 from luthier.training.folder.artifacts import save_model
 from tests.conftest import refused
 
@@ -125,6 +129,33 @@ def test_a_question_in_a_template_is_asked_by_the_ids_of_training_and_cannot_for
     assert asked.tok_encode(text) == prompt_ids(run, forged).tolist()
     end = run.encoder.tokenizer.control_id("<|im_end|>")
     assert asked.tok_encode(text).count(end) == 1 and asked.tokenizer.encode(text).count(end) == 2
+
+
+def test_a_text_as_long_as_the_model_has_places_is_scored_as_lm_evals_own_backend_does(tmp_path: Path) -> None:
+    """The last token, which stands one place further, is predicted and not read: positions that grow with the length
+    of a text would be others, and learned ones have an end."""
+    from lm_eval.models.huggingface import HFLM
+
+    shutil.copytree(tokenizer_folder("tiny-qwen3"), tmp_path, dirs_exist_ok=True)
+    torch.manual_seed(0)
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=2048, max_position_embeddings=32, rope_parameters=rope, initializer_range=0.3, **sizes
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    described = open_run(tmp_path)
+    asked = (("", ""), list(range(300, 340)), [5, 6, 7])
+    ((ours, _),) = HarnessModel(described, described.engine(1))._loglikelihood_tokens([asked])
+    ((theirs, _),) = HFLM(str(tmp_path), dtype="float32", device="cpu")._loglikelihood_tokens([asked])
+    assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_a_file_of_a_group_is_evaluated_as_its_tasks(model: Path, tasks: dict[str, Path]) -> None:
+    group = tasks["tiny_choose"].with_name("group.yaml")
+    group.write_text("group: tiny_group\ntask:\n  - tiny_choose\naggregate_metric_list: [{metric: acc}]\n")
+    found = evaluate_tasks(model, TaskOptions(tasks=[str(group)], limit=2))["results"]
+    assert found["tiny_group"]["acc,none"] == found["tiny_choose"]["acc,none"]
 
 
 def test_what_an_engine_does_not_follow_is_refused(model: Path, run: TrainedRun, tmp_path: Path) -> None:

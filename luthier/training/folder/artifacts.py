@@ -37,12 +37,11 @@ from luthier.models.model import RANDOM_WEIGHTS, source_of
 from luthier.models.vocabulary import RESIZED
 from luthier.training.folder.checkpoint import BASE_FILES, OTHER_MODELS, read_json
 from luthier.training.report import RunResult
-from luthier.writing import JsonObject, counted
+from luthier.writing import counted
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 MODEL_CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 TEMPLATE_FILE, TEMPLATE_KEY = "chat_template.jinja", "chat_template"
-GENERATION_FILE = "generation_config.json"
 MOST_COMPARED = 256  # of added tokens; all of a run are added alike
 LOADING = "## Loading"  # a heading of an adapter's model card
 TEMPLATE_HOLDERS = ("tokenizer_config.json", *PROCESSOR_FILES)  # which may hold a chat template, too
@@ -475,34 +474,6 @@ def refuse_another_base(known: Mapping[str, object], section: ModelConfig, token
             "this base all the same, describe that: model: BASE, adapter: {name_or_path: RUN/model}, "
             "train: {enabled: false}",
         )
-
-
-def described_digest(config: RunConfig, tokenizer: Path) -> str:
-    """By what a model that is described is known again: what is said of it, and its files on this machine. Other
-    weights under the same name are another model."""
-    adapters = [config.adapter.name_or_path, *config.adapter.merge_first]
-    files = [path for each in adapters if each for path in sorted(Path(each).expanduser().glob("adapter_*"))]
-    said = config.model_dump(mode="json", include={"model", "adapter", "template"})
-    known = [said, base_digests(base_folder(config.model), tokenizer), [_digest(path) for path in files]]
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-
-
-def computing(config: RunConfig) -> JsonObject:
-    """How a model's numbers are computed, beside its weights: other settings give other numbers."""
-    section = {"config_overrides", "dtype", "quantization", "attn_implementation", "experts_implementation"}
-    return config.model_dump(mode="json", include={"model": section, "train": {"precision"}})
-
-
-def saved_stops(folder: Path) -> list[int]:
-    """The ids that end answers of the model in a folder, as its generation config says. Raises `ModelError`."""
-    path = folder / GENERATION_FILE
-    if not path.is_file():
-        return []
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
 def _digest(path: Path) -> str:

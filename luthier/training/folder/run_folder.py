@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from xxhash import xxh32_intdigest
 
 from luthier.config.adapters import own_values
 from luthier.config.schema import RUN_CONFIG, RunConfig
-from luthier.errors import CheckpointError, RowError
+from luthier.errors import CheckpointError, ModelError, RowError, UserError
 from luthier.ledger import Ledger
 from luthier.loader.feed import FeedPlace
 from luthier.loader.stream_state import LoaderState
@@ -30,7 +31,7 @@ from luthier.writing import JsonObject, counted
 MODEL_FOLDER, MERGED_FOLDER, INITIAL_ADAPTER = "model", "merged", "initial_adapter"
 BASE_FOLDER = "base"  # of an adapter whose base is nowhere else: random weights, or adapters were merged first
 ROLLOUTS_FOLDER, WEIGHTS_FOLDER = "rollouts", "weights"  # answers of each step; what samplers were given
-PREDICTIONS_FOLDER = "predictions"
+PREDICTIONS_FOLDER, GENERATION_FILE = "predictions", "generation_config.json"
 LOST_FILE = "lost_media.jsonl"
 
 # Everything that a run leaves, or that is made of it. `RUN_CONFIG` is beside it, and says whose it is. The lists of
@@ -273,6 +274,30 @@ def differences(there: dict[str, object], here: dict[str, object]) -> list[tuple
     changed = [key for key in dict.fromkeys([*first, *second]) if first.get(key) != second.get(key)]
     fixed = [key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in FREE)]
     return [(key, first.get(key), second.get(key)) for key in fixed]
+
+
+def saved_stops(model: Path) -> list[int]:
+    """The ids that end answers of the model in a folder, as its generation config says. Raises `ModelError`."""
+    path = model / GENERATION_FILE
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
+def refuse_unfollowed(described: RunConfig, asked: RunConfig, answering: RunConfig) -> None:
+    """Raise `UserError` for settings that are asked for beside those of a run, and that what the run has left, which
+    answers, does not have: a model that is whole keeps its own config, template and tokens."""
+    said, wanted, has = (_flatten(each.model_dump(mode="json")) for each in (described, asked, answering))
+    changed = [key for key in wanted if wanted[key] != said.get(key)]
+    if lost := [key for key in changed if wanted[key] != has.get(key)]:
+        hint = "leave it out, or describe another model: model: RUN/model, train: {enabled: false}"
+        raise UserError(
+            f"{', '.join(lost)}: a trained run answers with what it has saved, so this is not followed", hint=hint
+        )
 
 
 def _flatten(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
