@@ -154,7 +154,7 @@ def make_model(
         use_cache=use_cache,
         media=media_of(config, tokenizer.files.folder),
         base_files=artifacts.base_files(config, tokenizer.files.folder),
-        other_models=artifacts.other_models(config),
+        other_models=run_folder.other_models(config),
     )
 
 

@@ -206,7 +206,7 @@ def _set_up(
         resume=resume,
     )
     if resume is not None and state is not None:
-        artifacts.refuse_other_models(resume, config, tokenizer.files.folder)
+        run_folder.refuse_other_models(resume, config, tokenizer.files.folder, hooks.note)
         streams.check_rows(state, streams.loader_state(schedule, data, state.step), resume)
         tell_of_others(resume, data, hooks.note)
     trainer = make_trainer(setup)

@@ -257,14 +257,14 @@ def test_a_large_file_is_known_again_by_parts_of_its_tensors(tmp_path: Path, mon
     path, rng = tmp_path / "model.safetensors", np.random.default_rng(0)
     weights = {f"layer.{n}": rng.normal(size=(64, 300)).astype(np.float32) for n in range(3)}
     save_numpy(weights, path)
-    first = artifacts._digest(path)
+    first = artifacts.digest_of_file(path)
     save_numpy(weights, path)
-    assert artifacts._digest(path) == first
+    assert artifacts.digest_of_file(path) == first
     for name in weights:
         save_numpy({**weights, name: weights[name] + 1e-3}, path)
-        assert artifacts._digest(path) != first
+        assert artifacts.digest_of_file(path) != first
     save_numpy({"other" if name == "layer.1" else name: value for name, value in weights.items()}, path)
-    assert artifacts._digest(path) != first, "another name, the same numbers"
+    assert artifacts.digest_of_file(path) != first, "another name, the same numbers"
 
 
 @pytest.mark.parametrize(("packing", "weight"), [("best_fit", 1.0), ("none", 1.0), ("none", 0.5)])

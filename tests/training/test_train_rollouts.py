@@ -31,6 +31,7 @@ from luthier.training.fit import fit_data
 from luthier.training.folder.run_folder import ROLLOUTS_FOLDER
 from luthier.training.preflight import check_run
 from luthier.training.report import RunResult
+from luthier.training.report.events import Note
 from luthier.training.rollouts import drawing
 from luthier.training.rollouts.drawing import NO_QUESTION
 
@@ -52,6 +53,19 @@ LEARNS = {
     "train__max_steps": 15,
     "train__learning_rate": 1e-2,
 }
+
+
+def test_other_code_of_a_reward_than_before_is_told(train: Train, tmp_path: Path) -> None:
+    code, told = tmp_path / "judge.py", list[list[str]]()
+    own = {**RL, "rollout": {**ROLLOUT, "rewards": [{"function": f"{code}:reward"}]}}
+    saving = {"output__save_strategy": "steps", "output__save_steps": 1}
+    for number, steps in ((1, 1), (1, 2), (2, 3)):
+        code.write_text(f"def reward(answer):\n    return len(answer) * {number}\n", encoding="utf-8")
+        notes = list[str]()
+        told.append(notes)
+        hears = lambda event, notes=notes: notes.append(event.text) if isinstance(event, Note) else None  # noqa: E731
+        train(make_data(make_segments(12)), on_event=hears, train__max_steps=steps, **own, **saving)
+    assert [sum("is other code than before" in note for note in notes) for notes in told] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo", "gspo", "rloo", "reinforce_pp", "ppo"])

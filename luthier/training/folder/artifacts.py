@@ -35,7 +35,6 @@ from luthier.media.processors.processor import PROCESSOR_FILES
 from luthier.models.adapter_files import save_adapter
 from luthier.models.model import RANDOM_WEIGHTS, source_of
 from luthier.models.vocabulary import RESIZED
-from luthier.training.folder.checkpoint import BASE_FILES, OTHER_MODELS, read_json
 from luthier.training.report import RunResult
 from luthier.writing import counted
 
@@ -404,7 +403,7 @@ def base_digests(base: Path | None, tokenizer: Path) -> dict[str, str]:
     found = {} if base is None else model_digests(base)
     read = [path for name in tokenizer_files.FILES if (path := tokenizer / name).is_file()]
     # a name in both is the base's
-    return dict(sorted(({path.name: _digest(path) for path in read} | found).items())) if found else {}
+    return dict(sorted(({path.name: digest_of_file(path) for path in read} | found).items())) if found else {}
 
 
 def model_digests(folder: Path) -> dict[str, str]:
@@ -418,40 +417,7 @@ def model_digests(folder: Path) -> dict[str, str]:
     if not all((folder / name).is_file() for name in weights):
         return {}
     files = [folder / config, *folder.glob(tokenizer_files.CODE), *(folder / name for name in weights)]
-    return {path.name: _digest(path) for path in sorted(files) if path.is_file()}
-
-
-def other_models(config: RunConfig) -> dict[str, dict[str, str]]:
-    """The files of all models that a run reads again as it goes on, beside the weights of a checkpoint, by the names in
-    its description: the adapters that it began with, its reference, and models that judge answers."""
-    folders = {name: Path(name).expanduser() for name in _read_again(config)}
-    return {name: found for name, folder in folders.items() if (found := model_digests(folder))}
-
-
-def _read_again(config: RunConfig) -> dict[str, str]:
-    """Which key names each of them."""
-    adapter, reference = config.adapter, config.objective.reference.name_or_path
-    named: list[tuple[str, str | None]] = [("adapter.merge_first", str(name)) for name in adapter.merge_first]
-    named += [("adapter.name_or_path", adapter.name_or_path), ("objective.reference.name_or_path", reference)]
-    named += [("rollout.rewards", name) for each in config.rollout.rewards for name in (each.model, each.adapter)]
-    if adapter.merge_first or (config.objective.needs_reference and reference is None):
-        named.append(("model.name_or_path", config.model.name_or_path))
-    return {name: key for key, name in named if name is not None}
-
-
-def refuse_other_models(checkpoint: Path, config: RunConfig, tokenizer: Path) -> None:
-    """Raise `ModelError` where a run that goes on from this checkpoint would read files that have changed since it was
-    begun: of the base of its adapter, or of `other_models`."""
-    if (checkpoint / BASE_FILES).is_file():
-        refuse_another_base(read_json(checkpoint / BASE_FILES), config.model, tokenizer)
-    known = read_json(checkpoint / OTHER_MODELS) if (checkpoint / OTHER_MODELS).is_file() else {}
-    for name, found in other_models(config).items() if known else ():
-        if known.get(name, found) != found:
-            raise ModelError(
-                f"{name} is not what it was when the run of {checkpoint} was begun: its files have changed since",
-                hint="put them back, or begin anew with output.overwrite: true",
-                key=_read_again(config)[name],
-            )
+    return {path.name: digest_of_file(path) for path in sorted(files) if path.is_file()}
 
 
 def answering_digest(told: str, config: RunConfig, adapter: str | None, tokenizer: Path) -> str:
@@ -476,7 +442,7 @@ def refuse_another_base(known: Mapping[str, object], section: ModelConfig, token
         )
 
 
-def _digest(path: Path) -> str:
+def digest_of_file(path: Path) -> str:
     """The size of a file and a hash of its bytes, or of some of them."""
     size, digest = path.stat().st_size, hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:

@@ -21,7 +21,7 @@ from luthier.loader.feed import FeedPlace
 from luthier.loader.stream_state import LoaderState
 from luthier.packing.planner import PlannerPlace
 from luthier.records import Address, Batch
-from luthier.training.folder import FILES
+from luthier.training.folder import FILES, artifacts
 from luthier.training.folder import checkpoint as checkpoints
 from luthier.training.folder.state import has_state, unreadable
 from luthier.training.report import LOG_FILE, LOSS_PNG, REPORT_HTML, REPORT_JSON, RESULT_FILE
@@ -308,6 +308,59 @@ def _flatten(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def other_models(config: RunConfig) -> dict[str, dict[str, str]]:
+    """The files of all models that a run reads again as it goes on, beside the weights of a checkpoint, by the names in
+    its description: the adapters that it began with, its reference, and models that judge answers. The code of rewards,
+    tools and environments, too."""
+    paths = {name: Path(name).expanduser() for name in _read_again(config)}
+    digests = {
+        name: {"": artifacts.digest_of_file(path)} if path.is_file() else artifacts.model_digests(path)
+        for name, path in paths.items()
+    }
+    return {name: found for name, found in digests.items() if found}
+
+
+def _read_again(config: RunConfig) -> dict[str, str]:
+    """Which key names each of them."""
+    adapter, reference = config.adapter, config.objective.reference.name_or_path
+    named: list[tuple[str, str | None]] = [("adapter.merge_first", str(name)) for name in adapter.merge_first]
+    named += [("adapter.name_or_path", adapter.name_or_path), ("objective.reference.name_or_path", reference)]
+    named += [("rollout.rewards", name) for each in config.rollout.rewards for name in (each.model, each.adapter)]
+    files = [each.file for each in config.rollout.rewards] + [each.file for each in config.rollout.tools]
+    files.append(None if config.rollout.environment is None else config.rollout.environment.file)
+    named += [("rollout", str(file)) for file in files if file is not None]
+    if adapter.merge_first or (config.objective.needs_reference and reference is None):
+        named.append(("model.name_or_path", config.model.name_or_path))
+    return {name: key for key, name in named if name is not None}
+
+
+def refuse_other_models(checkpoint: Path, config: RunConfig, tokenizer: Path, tell: Callable[[str], object]) -> None:
+    """Raise `ModelError` where a run that goes on from this checkpoint would read files that have changed since it was
+    begun: of the base of its adapter, or of `other_models`. Of code it is told."""
+    if (checkpoint / checkpoints.BASE_FILES).is_file():
+        artifacts.refuse_another_base(
+            checkpoints.read_json(checkpoint / checkpoints.BASE_FILES), config.model, tokenizer
+        )
+    known = (
+        checkpoints.read_json(checkpoint / checkpoints.OTHER_MODELS)
+        if (checkpoint / checkpoints.OTHER_MODELS).is_file()
+        else {}
+    )
+    for name, found in other_models(config).items() if known else ():
+        if known.get(name, found) == found:
+            continue
+        if "" in found:
+            tell(
+                f"{name} is other code than before {checkpoint.name}: what it judges or answers may be judged otherwise"
+            )
+        else:
+            raise ModelError(
+                f"{name} is not what it was when the run of {checkpoint} was begun: its files have changed since",
+                hint="put them back, or begin anew with output.overwrite: true",
+                key=_read_again(config)[name],
+            )
 
 
 # ---------------------------------------------------------------------- rows whose media are gone when their turn comes
