@@ -42,8 +42,8 @@ class Metric:
     ``of_corpus(all expected, all generated)`` gives one for all of them; ``of_losses`` one for the losses of the rows'
     own answers, for which nothing is generated. Or it is what a judge has said (``is_judged``), which stands with the
     answers.
-    ``without_say``: where the row has no say for one of two answers that are compared, and has one for the other, this
-    is what the first one is worth; None: neither counts.
+    ``without_say``: where the row has no say for one of two answers that are compared, or for one of several samples,
+    and has one for another, this is what the first one is worth; None: it does not count, and of two neither.
     ``with_argument`` makes the metric that a name with an argument means: ``regex:PATTERN``. ``package`` is what it
     needs beside Luthier, which ``extra`` of Luthier installs."""
 
@@ -283,8 +283,14 @@ def _whole(found: CorpusScore, rows: Sequence[str]) -> dict[str, object]:
 
 
 def values_of(metric: Metric, answers: Sequence[Answered]) -> list[list[float]]:
-    """The values of each question's samples; none where the row has no say."""
-    return [[value for value in row if value is not None] for row in _values(metric, answers)]
+    """The values of each question's samples; none where the row has no say. Where it has one for some of them, the
+    others are worth ``without_say``."""
+    found: list[list[float]] = []
+    for row in _values(metric, answers):
+        has_say = any(value is not None for value in row)
+        whole = [metric.without_say if value is None and has_say else value for value in row]
+        found.append([value for value in whole if value is not None])
+    return found
 
 
 def paired_values(

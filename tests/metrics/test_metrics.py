@@ -70,6 +70,20 @@ def test_samples_of_a_row_are_told_by_their_best_and_by_the_chance_that_one_of_k
     assert told["pass@2"] == pytest.approx(0.25) and told["pass@4"] == told["best"] == 0.5
 
 
+def test_samples_that_rightly_call_nothing_are_right_beside_one_that_calls() -> None:
+    plain: dict[str, Any] = {"role": "assistant", "content": "Hi."}
+    calls = plain | {"tool_calls": [{"function": {"name": "send", "arguments": "{}"}}]}
+    one = Answered(
+        row="1", expected="Hi.", generated=("Hi.",) * 4, message=plain, messages=(plain, plain, calls, plain)
+    )
+    asked = Answered(row="2", expected="", generated=("",) * 4, message=calls, messages=(calls, plain, plain, plain))
+    silent = replace(one, row="3", messages=(plain,) * 4)
+    for name in ("tool_names", "tool_calls"):
+        told = measured(chosen_metrics([name])[0], [one, asked, silent])[name]
+        assert told["mean"] == told["pass@1"] == 0.5 and told["pass@4"] == told["best"] == 1.0
+        assert told["counted"] == 8, "of the third question no sample counts"
+
+
 @pytest.mark.parametrize(("samples", "right"), [(5, 0), (5, 2), (5, 5), (8, 1)])
 def test_pass_at_k_is_the_share_of_choices_with_a_right_sample(samples: int, right: int) -> None:
     for k in range(1, samples + 1):
