@@ -173,16 +173,19 @@ def check_export(folder: str | Path, *, trust_remote_code: bool = False) -> Expo
 def prove_merged(run: Path) -> str:
     """Hold what ``adapter.merge`` has written against the run's own adapter, as an export is; what was found, in words.
 
-    The folder gets its `parity.json`. Raises `ModelError` where it is not what was trained: then it is set aside.
+    The folder gets its model card and its `parity.json`. Raises `ModelError` where it is not what was trained: then it
+    is set aside.
     """
     folder = run / MERGED_FOLDER
+    said, _ = PretrainedConfig.get_config_dict(str(folder))  # its class may come with its files
     try:
+        opened = open_run(run, rewards=True)
+        (folder / CARD).write_text(_card(opened, str(said["dtype"])), encoding="utf-8")
         opened = open_run(run)
         engine = _engine_of(opened)
     except UserError as error:  # of reward models, and of decoders beside an encoder
         return f"{MERGED_FOLDER}/ is not proven: {error.message}"
     measured = taken_down.measure(opened, engine, None)
-    said, _ = PretrainedConfig.get_config_dict(str(folder))  # its class may come with its files
     parity = _parity(opened, engine, str(said["dtype"]), measured)
     del engine
     give_back_freed(cycles=True)

@@ -695,6 +695,7 @@ def test_what_a_run_merges_at_its_end_is_proven_like_an_export(tmp_path: Path, m
     assert result.merged_dir == "merged"
     assert any(isinstance(event, luthier.Remark) and "merged/ is proven" in event.text for event in told)
     assert luthier.check_export(tmp_path / "run" / "merged").ok
+    assert "with a lora adapter merged into it" in (tmp_path / "run" / "merged" / "README.md").read_text("utf-8")
     monkeypatch.setattr("luthier.models.adapter_files.merge_adapter", lambda model: model.unload())
     broken = {**described, "output": {**described["output"], "dir": str(tmp_path / "broken")}}
     with pytest.raises(ModelError, match="merged"):
