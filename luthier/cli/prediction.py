@@ -175,6 +175,9 @@ def evaluate(
                     spread = f"{error:.4g}" if isinstance(error, float) else ""
                     table.add_row(escape(task), escape(f"{name} ({way})"), f"{value:.4g}", spread)
         told.console.print(table)
+        if found["cut_prompts"]:
+            cut = counted(found["cut_prompts"], "prompt was", "prompts were")
+            told.console.print(f"{cut} longer than the model reads, and lost the beginning")
         if output is not None:
             write_text(output, to_json(found) + "\n")
             told.tell_place("results", output)

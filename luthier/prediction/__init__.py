@@ -471,8 +471,9 @@ def evaluate_tasks(
         raise UserError(f"there is no task {', '.join(unknown)}", hint=hint)
     opened = open_run(Path(run).expanduser(), overrides)
     engine = opened.engine(batch_size or opened.config.eval.per_device_eval_batch_size)
+    model = HarnessModel(opened, engine)
     found = simple_evaluate(
-        model=HarnessModel(opened, engine),
+        model=model,
         tasks=names,
         num_fewshot=options.num_fewshot,
         limit=options.limit,
@@ -484,6 +485,7 @@ def evaluate_tasks(
         torch_random_seed=0,
     )
     told = {key: found[key] for key in _TOLD if key in found}
+    told |= {"cut_prompts": model.num_cut}
     asked = {"tasks": names, "limit": options.limit, "num_fewshot": options.num_fewshot, "chat": options.chat}
     return {"luthier": __version__, "lm_eval": version("lm_eval"), "run": opened.digest, "asked": asked, **told}
 

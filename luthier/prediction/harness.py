@@ -38,6 +38,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         self.keys = count()
         text_config = self.engine.model.config.get_text_config()
         self.max_length = int(getattr(text_config, "max_position_embeddings", None) or DEFAULT_CONTEXT)
+        self.num_cut = 0  # prompts that were too long, and lost their beginning
 
     @property
     def eot_token_id(self) -> int:
@@ -98,7 +99,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return found
 
     def _scored(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-        ids = np.array([*context, *continuation][-self.max_length - 1 :], dtype=np.int32)
+        whole = [*context, *continuation]
+        ids = np.array(whole[-self.max_length - 1 :], dtype=np.int32)
+        self.num_cut += len(ids) < len(whole)
         told = self.engine.scored(ids, max(len(ids) - len(continuation), 1), top=1)
         return float(told.logprobs.astype(np.float64).sum()), bool((told.top_ids[:, 0] == told.ids).all())
 
@@ -109,7 +112,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             context, kwargs = request.args
             told = normalize_gen_kwargs(kwargs, DEFAULT_ANSWER)
             settings = answering_task(self.run.settings, told)
-            ids = self.tok_encode(context)[-max(self.max_length - settings.max_new_tokens, 1) :]
+            room = self.max_length - settings.max_new_tokens
+            if room < 1:
+                what = f"an answer of up to {settings.max_new_tokens:,} tokens leaves no room for a question"
+                hint = "lower max_gen_toks in the task's generation_kwargs"
+                raise UserError(f"{what}: the model has places for {self.max_length:,}", hint=hint)
+            whole = self.tok_encode(context)
+            ids = whole[-room:]
+            self.num_cut += len(ids) < len(whole)
             asked.append(Request(prompt=np.array(ids, np.int32), settings=settings, key=next(self.keys)))
         texts = answers_of(self.engine, asked)
         found = []

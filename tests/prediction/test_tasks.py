@@ -134,6 +134,7 @@ def test_a_question_in_a_template_is_asked_by_the_ids_of_training_and_cannot_for
 def test_a_text_as_long_as_the_model_has_places_is_scored_as_lm_evals_own_backend_does(tmp_path: Path) -> None:
     """The last token, which stands one place further, is predicted and not read: positions that grow with the length
     of a text would be others, and learned ones have an end."""
+    from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
     shutil.copytree(tokenizer_folder("tiny-qwen3"), tmp_path, dirs_exist_ok=True)
@@ -146,9 +147,17 @@ def test_a_text_as_long_as_the_model_has_places_is_scored_as_lm_evals_own_backen
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     described = open_run(tmp_path)
     asked = (("", ""), list(range(300, 340)), [5, 6, 7])
-    ((ours, _),) = HarnessModel(described, described.engine(1))._loglikelihood_tokens([asked])
+    model = HarnessModel(described, described.engine(1))
+    ((ours, _),) = model._loglikelihood_tokens([asked])
     ((theirs, _),) = HFLM(str(tmp_path), dtype="float32", device="cpu")._loglikelihood_tokens([asked])
-    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert ours == pytest.approx(theirs, abs=1e-4) and model.num_cut == 1
+    long = [
+        Instance("generate_until", {}, ("a b " * 40, {"until": ["\n"], "max_gen_toks": size}), 0) for size in (4, 32)
+    ]
+    model.generate_until(long[:1])
+    assert model.num_cut == 2
+    with refused(UserError, "32"):
+        model.generate_until(long[1:])
 
 
 def test_a_file_of_a_group_is_evaluated_as_its_tasks(model: Path, tasks: dict[str, Path]) -> None:
