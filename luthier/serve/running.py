@@ -231,7 +231,7 @@ def url_of(taken: socket.socket) -> str:
 def _others(opened: TrainedRun, adapters: Mapping[str, str | Path], overrides: Sequence[str]) -> dict[str, TrainedRun]:
     """Runs with adapters on the same base, shown the same prompts; ``overrides`` hold for all that is served. Raises
     `UserError` for others."""
-    found = {}
+    found: dict[str, TrainedRun] = {}
     for name, folder in adapters.items():
         other = open_run(Path(folder).expanduser(), [*overrides, *NOTHING_OUTSIDE])
         apart = {
@@ -240,6 +240,10 @@ def _others(opened: TrainedRun, adapters: Mapping[str, str | Path], overrides: S
             "template": other.config.template == opened.config.template,
             "tokenizer": other.encoder.tokenizer.fingerprint == opened.encoder.tokenizer.fingerprint,
             "media": other.config.media == opened.config.media,
+            "adapter.type": all(  # PEFT puts no two kinds of adapters on one model
+                run.adapter is None or run.config.adapter.type == other.config.adapter.type
+                for run in (opened, *found.values())
+            ),
         }
         differing = [what for what, is_same in apart.items() if not is_same]
         if other.adapter is None or opened.gives_rewards or differing:

@@ -19,6 +19,7 @@ from luthier.errors import UserError
 from luthier.prediction import open_run
 from luthier.presets import model_folder, tokenizer_folder
 from luthier.serve.running import ServeOptions, _others, serve
+from tests.conftest import refused
 from tests.serve.conftest import ASK, asked_of
 
 QUESTIONS = [ASK, [{"role": "user", "content": "Spell the word 'tree'."}], [{"role": "user", "content": "Hello."}]]
@@ -99,8 +100,16 @@ def test_what_the_line_says_holds_for_all_that_is_served(runs: dict[str, Path]) 
     assert asked_of(runs["seed1"], options, ask, line) == [2, 2]
 
 
-def test_a_base_is_the_same_however_its_path_is_written(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_is_the_same_however_its_path_is_written_and_adapters_are_of_one_kind(
+    runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(runs["base"].parent)
+    other = Path(shutil.copytree(runs["seed1"], "oft"))
+    config = json.loads((other / "run_config.json").read_text("utf-8"))
+    config["adapter"] = {"type": "oft"}
+    (other / "run_config.json").write_text(json.dumps(config), encoding="utf-8")
+    with refused(UserError, "adapter.type"):
+        _others(open_run(Path("base")), {"one": runs["seed1"], "two": other}, [])
     assert _others(open_run(Path("base")), {"one": runs["seed1"]}, []).keys() == {"one"}
 
 
