@@ -428,7 +428,8 @@ def with_thinking(run: TrainedRun, *, on: bool) -> TrainedRun:
 
 
 _TOLD = ("results", "versions", "n-shot", "n-samples", "higher_is_better")  # what of lm-eval's result is kept
-_TASK_NAMES = [re.compile(rf"^{key}:[ \t]*[\"']?([^\s\"'#]+)", re.MULTILINE) for key in ("task", "group")]
+# a group may list its tasks on the line: ``task: [one, two]``
+_TASK_NAMES = [re.compile(rf"^{key}:[ \t]*[\"']?([^\s\"'#\[]+)", re.MULTILINE) for key in ("task", "group")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -484,8 +485,7 @@ def evaluate_tasks(
         numpy_random_seed=0,
         torch_random_seed=0,
     )
-    told = {key: found[key] for key in _TOLD if key in found}
-    told |= {"cut_prompts": model.num_cut}
+    told = {key: found[key] for key in _TOLD if key in found} | {"cut_prompts": model.num_cut}
     asked = {"tasks": names, "limit": options.limit, "num_fewshot": options.num_fewshot, "chat": options.chat}
     return {"luthier": __version__, "lm_eval": version("lm_eval"), "run": opened.digest, "asked": asked, **told}
 

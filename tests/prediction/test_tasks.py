@@ -160,9 +160,10 @@ def test_a_text_as_long_as_the_model_has_places_is_scored_as_lm_evals_own_backen
         model.generate_until(long[1:])
 
 
-def test_a_file_of_a_group_is_evaluated_as_its_tasks(model: Path, tasks: dict[str, Path]) -> None:
+@pytest.mark.parametrize("listed", ["\n  - tiny_choose", " [tiny_choose]"])
+def test_a_file_of_a_group_is_evaluated_as_its_tasks(model: Path, tasks: dict[str, Path], listed: str) -> None:
     group = tasks["tiny_choose"].with_name("group.yaml")
-    group.write_text("group: tiny_group\ntask:\n  - tiny_choose\naggregate_metric_list: [{metric: acc}]\n")
+    group.write_text(f"group: tiny_group\ntask:{listed}\naggregate_metric_list: [{{metric: acc}}]\n")
     found = evaluate_tasks(model, TaskOptions(tasks=[str(group)], limit=2))["results"]
     assert found["tiny_group"]["acc,none"] == found["tiny_choose"]["acc,none"]
 

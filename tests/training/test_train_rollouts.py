@@ -65,7 +65,7 @@ def test_other_code_of_a_reward_than_before_is_told(train: Train, tmp_path: Path
         told.append(notes)
         hears = lambda event, notes=notes: notes.append(event.text) if isinstance(event, Note) else None  # noqa: E731
         train(make_data(make_segments(12)), on_event=hears, train__max_steps=steps, **own, **saving)
-    assert [sum("is other code than before" in note for note in notes) for notes in told] == [0, 0, 1]
+    assert [sum("has changed since checkpoint" in note for note in notes) for notes in told] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo", "gspo", "rloo", "reinforce_pp", "ppo"])

@@ -339,22 +339,15 @@ def _read_again(config: RunConfig) -> dict[str, str]:
 def refuse_other_models(checkpoint: Path, config: RunConfig, tokenizer: Path, tell: Callable[[str], object]) -> None:
     """Raise `ModelError` where a run that goes on from this checkpoint would read files that have changed since it was
     begun: of the base of its adapter, or of `other_models`. Of code it is told."""
-    if (checkpoint / checkpoints.BASE_FILES).is_file():
-        artifacts.refuse_another_base(
-            checkpoints.read_json(checkpoint / checkpoints.BASE_FILES), config.model, tokenizer
-        )
-    known = (
-        checkpoints.read_json(checkpoint / checkpoints.OTHER_MODELS)
-        if (checkpoint / checkpoints.OTHER_MODELS).is_file()
-        else {}
-    )
+    base, others = checkpoint / checkpoints.BASE_FILES, checkpoint / checkpoints.OTHER_MODELS
+    if base.is_file():
+        artifacts.refuse_another_base(checkpoints.read_json(base), config.model, tokenizer)
+    known = checkpoints.read_json(others) if others.is_file() else {}
     for name, found in other_models(config).items() if known else ():
         if known.get(name, found) == found:
             continue
         if "" in found:
-            tell(
-                f"{name} is other code than before {checkpoint.name}: what it judges or answers may be judged otherwise"
-            )
+            tell(f"the code in {name} has changed since {checkpoint.name}: it may answer otherwise than before")
         else:
             raise ModelError(
                 f"{name} is not what it was when the run of {checkpoint} was begun: its files have changed since",
