@@ -46,7 +46,7 @@ def info_of(source: Source, config: RunConfig) -> SourceInfo:
     """What is not read is told but for runs that draw their answers, whose rewards may read anything."""
     unread = () if OBJECTIVES[config.objective.name].on_policy else source.unread
     names = ", ".join(unread[:MOST_NAMES]) + (f" and {len(unread) - MOST_NAMES} more" * (len(unread) > MOST_NAMES))
-    told = (f"these columns and keys of its rows are not read: {names}",) if unread else ()
+    told = (f"columns or keys that are not read: {names}",) if unread else ()
     return SourceInfo(name=source.name, weight=source.config.weight, remarks=(*source.remarks, *told))
 
 
