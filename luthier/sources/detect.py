@@ -71,7 +71,7 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, object]]) ->
 
 def unread_names(layout: Layout, rows: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
     """What the first rows say that their format passes over, where it has a value: columns, keys of messages
-    (``messages[].images``) and of their parts. () for formats of plugins, which may read whatever they like."""
+    (``messages[].loss_mask``) and of their parts. () for formats of plugins, which may read whatever they like."""
     if layout.version:
         return ()
     read = {*layout.columns.values(), "id"}

@@ -230,6 +230,20 @@ def test_held_out_rows_that_are_trained_too_are_told(config: Path, capsys: pytes
     assert "are trained on, too" not in capsys.readouterr().out, "control"
 
 
+@pytest.mark.parametrize("command", ["prepare", "plan", "stats", "show", "train", "train data.prepare=meanwhile"])
+def test_columns_that_nothing_reads_are_told(
+    config: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *given = command.split()
+    given += [f"output.dir={tmp_path / 'out'}", "data.eval_split=0", "eval.generate_rows=0", "train.max_steps=1"]
+    for columns, is_told in (({}, False), ({"chat_template_kwargs": {"a": 1}}, True)):
+        messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ann"}]
+        rows = tmp_path / f"rows{len(columns)}.jsonl"
+        rows.write_text(json.dumps({"messages": messages, **columns}) + "\n", encoding="utf-8")
+        assert run([name, str(config), f"data.train={rows}", *given]) == 0
+        assert ("chat_template_kwargs" in capsys.readouterr().out) == is_told
+
+
 @pytest.mark.parametrize("prepare", ["before", "meanwhile"])
 def test_a_run_with_no_row_left_says_so(config: Path, prepare: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Also where rows are prepared while it would train."""

@@ -183,6 +183,7 @@ def test_what_no_format_reads_is_told_where_it_has_a_value(tmp_path: Path) -> No
     for video, told in (("a.mp4", ("messages[].content[].fps",)), (["1.png", "2.png"], ())):
         part = {"type": "video", "video": video, "fps": 2}
         assert unread({"messages": [{"role": "user", "content": [part]}, answer]}) == told
+    assert unread({"messages": [{"role": "user", "content": "q", "images": ["a.png"]}, answer]}) == (), "it is refused"
     # axolotl's key takes the place of all others, and a column may be read under another name
     trained = {"role": "assistant", "content": "a", "learn": True, "train": True}
     found = unread({"talk": [{"role": "user", "content": "q"}, trained]}, columns={"messages": "talk"},

@@ -32,7 +32,11 @@ _MEDIA_KINDS = {
     "image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video",
     "audio": "audio", "audio_url": "audio", "input_audio": "audio",
 }  # fmt: skip
-MESSAGE_KEYS = frozenset({*_REASONING_KEYS, *SPAN_KEYS, "tool_calls", "function_call", "name", "tool_call_id"})
+# keys of a message that are read, or refused
+MESSAGE_KEYS = frozenset(
+    {*_REASONING_KEYS, *SPAN_KEYS, *COLUMN_OF_KIND, *COLUMN_OF_KIND.values(), "tool_calls", "function_call", "name",
+     "tool_call_id"}
+)  # fmt: skip
 PART_KEYS = frozenset(
     {*_MEDIA_KINDS, *FLAG_KEYS, *SPAN_KEYS, "type", "text", "value", "content", "thinking", "reasoning", "name", "id",
      "arguments", "function", "url", "path", "bytes", "base64", "data", "frames", "array", "sampling_rate"}
@@ -90,12 +94,9 @@ def says_something(value: object) -> bool:
 def _read_full_message(message: dict[str, object], role: str, *, tags: Tags, media: MediaQueue) -> Message:
     for kind, column in COLUMN_OF_KIND.items():
         if key := next((key for key in (column, kind) if key != tags.content and says_something(message.get(key))), ""):
-            what = (
-                f"{key} of a message: write each into its content, as a part {{type: {kind}, {kind}: …}}, or into the "
-            )
-            raise RowError(
-                "bad_media", what + f"row's column {column}, with <{kind}> in the text where it is", field=key
-            )
+            what = f"the message has {key}, and nothing says where: make each a part of its content, {{type: {kind}, "
+            what += f"{kind}: …}}, or put them into the row's column {column}, with <{kind}> in the text for each"
+            raise RowError("bad_media", what, field=key)
     parts = _reasoning(message, role)
     thinking = None if parts else tags.thinking  # where it stands apart, what tags there are in the text are text
     content = message.get(tags.content)
