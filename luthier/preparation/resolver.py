@@ -307,8 +307,8 @@ class Resolver:
             )
 
     def _look_into_folders(self, pending: _Pending) -> None:
-        """Look for rows under their folders, too. One that is not known keeps that key until it is encoded, which tells
-        whether it names files there: rows that do and are alike in two folders are two rows."""
+        """Look for rows by the keys of their folders, too. A row that is not known keeps that key until it is encoded:
+        only then does anyone know whether it names files in its folder, and so is another row in another one."""
         folders: dict[str, bytes] = {}
         for place in np.flatnonzero(pending.sample_ids < 0).tolist():
             row = pending.portion.read[place]

@@ -184,8 +184,8 @@ def tell_of_others(checkpoint: Path, data: RunData, tell: Callable[[str], object
     path, here = checkpoint / HELD_OUT_ROWS, told_of_held_out(data)
     if path.is_file() and here and read_json(path) != here:
         tell(
-            f"the held-out rows are others than those of {checkpoint.name} and before, so their losses cannot be "
-            "compared, nor which checkpoint is the best"
+            f"the held-out rows are not those of {checkpoint.name}: losses of before and after cannot be compared, so "
+            "the best checkpoint may not be the best"
         )
 
 

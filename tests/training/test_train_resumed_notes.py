@@ -93,5 +93,5 @@ def test_other_held_out_rows_than_before_are_told(run: dict[str, Any], tmp_path:
         hears = told[-1].append
         run["train"]["max_steps"] = steps
         luthier.train(run, on_event=lambda event, hears=hears: hears(event.text) if isinstance(event, Note) else None)
-    others = [[line for line in lines if line.startswith("the held-out rows are others")] for lines in told]
+    others = [[line for line in lines if line.startswith("the held-out rows are not those of")] for lines in told]
     assert [len(lines) for lines in others] == [0, 0, 1]
