@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from luthier.config.choices import Format, SameRole, ThinkingStyle
 from luthier.config.explain import nearest_names
 from luthier.config.inputs import SourceConfig
-from luthier.errors import SourceError
-from luthier.records import TargetRule
-from luthier.sources.formats import FLAG_KEYS, TAG_NAMES, Layout, Tags, build_tags
+from luthier.errors import LuthierError, SourceError
+from luthier.records import Row, TargetRule, Tokenized
+from luthier.sources.formats import TAG_NAMES, Layout, build_tags, says_something
 from luthier.sources.formats.table import COLUMN_ALIASES, FORMATS, SAY_WHAT_IS_LEARNED, FormatRule, column_names
-from luthier.sources.formats.turns import MESSAGE_KEYS, OF_FRAMES, PART_KEYS, RATES, says_something
-from luthier.writing import counted
+from luthier.writing import JsonObject, counted
 
+NOBODYS = "\0"  # a key, or a value, that nobody writes
+MOST_PROBED = 200  # kinds of objects in the first rows of a source that `unread_names` looks at
+MOST_NESTED = 8  # lists within lists
+MOST_BARE = 20  # of the items of a list, those that show whether it holds objects
+# what programs tell each other, not what a model could learn
+_FOR_PROGRAMS = frozenset({"id", "type", "index", "format", "media_type"})
 NUM_ROWS_SEEN = 100  # enough for columns that only some rows have, cheap for rows of megabytes
 
 # Formats whose messages may be written as ShareGPT's or as OpenAI's; the rows show which.
 _EITHER_STYLE = (Format.PREFERENCE, Format.FEEDBACK, Format.PROMPT_COMPLETION, Format.PROMPT)
 NO_COLUMN = "none"  # `columns: {weight: none}`: the data's own column of that name means something else
-_OF_MESSAGES = ("messages", "prompt", "response", "chosen", "rejected")  # columns that may hold lists of messages
 _ASKS = ("query", "question", "problem", "input", "document", "article", "source")  # usual names, for a way out
 _ANSWERS = ("response", "answer", "answers", "output", "target", "solution", "summary", "highlights", "caption")
 _VERDICTS = ("true", "false", "desirable", "undesirable")
@@ -69,33 +77,83 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, object]]) ->
     )
 
 
-def unread_names(layout: Layout, rows: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
-    """What the first rows say that their format passes over, where it has a value: columns, keys of messages
-    (``messages[].loss_mask``) and of their parts. () for formats of plugins, which may read whatever they like."""
-    if layout.version:
-        return ()
-    read = {*layout.columns.values(), "id"}
-    found = [name for row in rows for name, value in row.items() if name not in read and says_something(value)]
-    for column in map(layout.columns.get, _OF_MESSAGES):
-        found += [f"{column}[].{key}" for row in rows for key in _unread_keys(row.get(str(column)), layout.tags)]
-    return tuple(dict.fromkeys(found))
+def unread_names(convert: Callable[[JsonObject], Row], rows: Sequence[JsonObject]) -> tuple[str, ...]:
+    """The columns and keys, at any depth (``messages[].tool_calls[].result``), whose values change nothing of what the
+    first rows become: each of them is given other values, and the row is converted again.
+
+    Of the objects that stand at one place and have the same keys and type, the first one speaks for all. Rows that are
+    refused say nothing here. ``convert`` gives the record of a row; it raises a `LuthierError` where it refuses one.
+    """
+    probed: dict[object, set[str] | None] = {}
+    found: dict[str, None] = {}
+    for row in rows:
+        if (told := _told(convert, row)) is not None:
+            changes = partial(_changes, convert, told)
+            found |= dict.fromkeys(_unread_in(row, "", lambda whole: whole, changes, probed))
+    return tuple(found)
 
 
-def _unread_keys(messages: object, tags: Tags) -> Iterator[str]:
-    """What a list of messages says that `read_messages` passes over: keys of messages, and of parts
-    (``content[].max_pixels``), that have a value."""
-    for message in messages if type(messages) is list else ():
-        if type(message) is not dict or tags.role not in message:
-            continue
-        flags = FLAG_KEYS if tags.train is None else {tags.train}
-        read = MESSAGE_KEYS | flags | {tags.role, tags.content}
-        yield from (key for key, value in message.items() if key not in read and says_something(value))
-        content = message.get(tags.content)
-        for part in content if type(content) is list else ():
-            if type(part) is dict:
-                rates = RATES if any(type(part.get(key)) is list for key in OF_FRAMES) else ()
-                left = (key for key in part if key not in PART_KEYS and key not in rates)
-                yield from (f"{tags.content}[].{key}" for key in left if says_something(part[key]))
+def _told(convert: Callable[[JsonObject], Row], row: JsonObject) -> object:
+    try:
+        record = convert(row)
+    except LuthierError:
+        return None
+    return (record.input_ids.tolist(), record.target.tolist()) if isinstance(record, Tokenized) else record
+
+
+def _changes(convert: Callable[[JsonObject], Row], told: object, row: JsonObject) -> bool:
+    return _told(convert, row) != told
+
+
+def _unread_in(
+    value: object,
+    name: str,
+    row_with: Callable[[Any], JsonObject],
+    changes: Callable[[JsonObject], bool],
+    probed: dict[object, set[str] | None],
+) -> Iterator[str]:
+    """``row_with`` gives the row with something else in the place of ``value``; ``probed`` are the kinds of objects
+    that were looked at, with the keys that are not read (None: all are, also those that the object has not)."""
+
+    def within(item: object, place: str, part_with: Callable[[Any], object]) -> Iterator[str]:
+        return _unread_in(item, place, lambda new: row_with(part_with(new)), changes, probed)
+
+    if name.count("[]") > MOST_NESTED:
+        return
+    if type(value) is list and any(type(item) in (dict, list) for item in value[:MOST_BARE]):
+        for index, item in enumerate(value):
+            yield from within(item, f"{name}[]", partial(_with_item, value, index))
+    if type(value) is str and value[:1] in ("[", "{"):  # perhaps JSON text, which some columns hold
+        with suppress(ValueError, RecursionError):
+            yield from within(json.loads(value), name, json.dumps)
+    if type(value) is not dict:
+        return
+    said = [key for key, its in value.items() if says_something(its) and key not in _FOR_PROGRAMS]
+    kind = (name, str(value.get("type")), *[(key, type(value[key])) for key in said])
+    if kind not in probed and len(probed) < MOST_PROBED:
+        unread = {
+            key
+            for key in said
+            if not any(changes(row_with({**value, key: other})) for other in (NOBODYS, {NOBODYS: NOBODYS}))
+            and not (key == "path" and value.get("bytes"))  # the Hub's features have both, of one file
+        }
+        is_whole = name != "" and changes(row_with({**value, NOBODYS: NOBODYS}))
+        probed[kind] = None if is_whole else unread
+    if (passed_over := probed.get(kind)) is not None:
+        for key in said:
+            place = f"{name}.{key}" if name else key
+            if key in passed_over:
+                yield place
+            else:
+                yield from within(value[key], place, partial(_with_value, value, key))
+
+
+def _with_item(items: list[object], index: int, new: object) -> list[object]:
+    return [*items[:index], new, *items[index + 1 :]]
+
+
+def _with_value(item: JsonObject, key: str, new: object) -> JsonObject:
+    return {**item, key: new}
 
 
 def _thinking_tags(config: SourceConfig) -> tuple[str, str] | None:

@@ -240,7 +240,8 @@ def _opened(config: SourceConfig, seed: int) -> Source:
     layout = detect_layout(config, rows)
     if layout.media_root is None and config.path.startswith((HUB, MODELSCOPE, PRESET)):
         layout = replace(layout, media_root="")  # there is no folder that paths could be relative to
-    reader, unread = RowReader(layout=layout), unread_names(layout, rows)
+    reader, address = RowReader(layout=layout), Address(file=config.path, row=1)
+    unread = unread_names(lambda row: reader.convert(RawRow(raw=b"", data=row, address=address)), rows)
     return Source(config=config, origin=origin, reader=reader, seed=seed, unread=unread)
 
 

@@ -177,8 +177,8 @@ def test_what_no_format_reads_is_told_where_it_has_a_value(tmp_path: Path) -> No
     )
     masked = answer | {"loss_mask": 0, "refusal": None}
     assert unread({"messages": [user | {"content": "q"}, masked], "chat_template_kwargs": {"x": 1}, "source": ""}) == (
-        "chat_template_kwargs",
         "messages[].loss_mask",
+        "chat_template_kwargs",
     )
     for video, told in (("a.mp4", ("messages[].content[].fps",)), (["1.png", "2.png"], ())):
         part = {"type": "video", "video": video, "fps": 2}
@@ -189,8 +189,32 @@ def test_what_no_format_reads_is_told_where_it_has_a_value(tmp_path: Path) -> No
     found = unread({"talk": [{"role": "user", "content": "q"}, trained]}, columns={"messages": "talk"},
                    format="messages", tags={"train_tag": "learn"})  # fmt: skip
     assert found == ("talk[].train",)
+    call = {"type": "function", "id": "c", "function": {"name": "f", "input": {"x": 1}, "strict": True}, "result": "r"}
+    part = {"type": "tool_use", "id": "d", "name": "f", "input": {"x": 1}, "caller": "me"}
+    asked = {"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": "https://x.org/a.png", "detail": "low"}},
+        {"type": "image", "image": "a.png", "text": "a boat"},
+        {"type": "image", "image": {"bytes": "iVBORw0=", "path": "a.png"}},
+    ]}  # fmt: skip
+    called = {"role": "assistant", "content": [part], "tool_calls": [call]}
+    tools = [{"name": "f", "strict": True, "input_schema": {"properties": {"x": {"type": "integer", "y": 1}}}}]
+    assert unread({"messages": [asked, called], "tools": tools, "chosen": "c", "meta": {"a": {"b": 1}}}) == (
+        "messages[].content[].image_url.detail",
+        "messages[].content[].text",
+        "messages[].content[].caller",
+        "messages[].tool_calls[].function.strict",
+        "messages[].tool_calls[].result",
+        "chosen",
+        "meta",
+    )
     sides = {"chosen": [{"role": "assistant", "content": "a", "score": 1}], "rejected": "b", "score_chosen": 1.0}
-    assert unread({"prompt": "q", **sides}) == ("score_chosen", "chosen[].score")
+    assert unread({"prompt": "q", **sides}) == ("chosen[].score", "score_chosen")
+    calling = {"from": "function_call", "value": '{"name": "f", "args": {}, "x": 1}'}
+    answered = {"from": "gpt", "value": "[" * 9_000 + "]" * 9_000, "note": "b"}
+    talk = [{"from": "human", "value": '{"q": 1}'}, calling, answered]
+    told = ("conversations[].value.x", "conversations[].note")
+    assert unread({"conversations": talk}) == told
+    assert unread({"conversations": json.dumps(talk)}) == told, "in JSON text, too, as CSV files have it"
 
 
 def test_what_a_run_does_not_read_is_told_but_for_rewards(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -313,3 +314,60 @@ def test_a_call_with_an_empty_text_of_arguments_has_none() -> None:
     call = {"type": "function", "function": {"name": "now", "arguments": ""}}
     found = convert({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]})
     assert isinstance(found, Conversation) and found.messages[1].parts == (ToolCall(name="now", arguments={}),)
+
+
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0="}}
+
+
+@pytest.mark.parametrize("name", ["arguments", "parameters", "args", "input"])
+@pytest.mark.parametrize("written", [{"a": [1, {}]}, '{"a": [1, {}]}'], ids=["object", "text"])
+def test_arguments_are_read_by_each_of_their_names(name: str, written: Any) -> None:
+    """A call whose arguments were not read would be learned as one without any."""
+    call = ToolCall(name="add", arguments={"a": [1, {}]}, id="c1")
+    bare, beside = {"name": "add", name: written}, {"function": {"name": "add"}, name: written}
+    for its in (bare, beside, {"type": "function", "function": bare}):
+        assert chat(USER, {"role": "assistant", "tool_calls": [{"id": "c1", **its}]}).messages[1].parts == (call,)
+        part = {"type": "tool_call", "value": json.dumps({"id": "c1", **its})}
+        assert chat(USER, {"role": "assistant", "content": [part]}).messages[1].parts == (call,)
+    for its in (bare | {"id": "c1"}, json.dumps(bare | {"id": "c1"})):
+        assert chat(USER, {"role": "assistant", "content": None, "function_call": its}).messages[1].parts == (call,)
+    talk = [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": json.dumps(bare | {"id": "c1"})}]
+    found = convert({"conversations": talk})
+    assert isinstance(found, Conversation) and found.messages[1].parts == (call,)
+
+
+def test_anthropics_form_means_what_openais_does() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    blocks = [
+        {"type": "thinking", "thinking": "Hm."},
+        {"type": "text", "text": "Let me add."},
+        {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}},
+        {"type": "tool_use", "id": "c2", "name": "add", "input": {}},
+    ]
+    results = [
+        {"type": "tool_result", "tool_use_id": "c1", "content": "2"},
+        {"type": "tool_result", "tool_use_id": "c2", "content": [{"type": "text", "text": "0"}, PICTURE]},
+        {"type": "tool_result"},
+        {"type": "text", "text": "So?"},
+        PICTURE,
+    ]
+    theirs = chat(
+        {"role": "user", "content": [PICTURE, {"type": "text", "text": "Hi"}]},
+        {"role": "assistant", "content": blocks},
+        {"role": "user", "content": results, "train": False},
+        ASSISTANT,
+        tools=[{"name": "add", "description": "Adds.", "input_schema": schema}],
+    )
+    calls = [CALL, CALL | {"id": "c2", "function": {"name": "add", "arguments": "{}"}}]
+    image = {"type": "image", "image": {"bytes": "iVBORw0="}}
+    ours = chat(
+        {"role": "user", "content": [image, {"type": "text", "text": "Hi"}]},
+        {"role": "assistant", "content": "Let me add.", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "content": "2", "tool_call_id": "c1", "train": False},
+        {"role": "tool", "content": [{"type": "text", "text": "0"}, image], "tool_call_id": "c2", "train": False},
+        {"role": "tool", "content": "", "train": False},
+        {"role": "user", "content": [{"type": "text", "text": "So?"}, image], "train": False},
+        ASSISTANT,
+        tools=[{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": schema}}],
+    )
+    assert theirs == ours

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from luthier.config.choices import MAX_WEIGHT, SameRole
 from luthier.errors import PluginError, RowError
-from luthier.records import Audio, Image, Part, TargetRule, Text, Thinking, Video
-from luthier.sources import json_kind
+from luthier.records import Audio, Image, Part, TargetRule, Text, Thinking, ToolCall, Video
+from luthier.sources import decode_text, json_kind
 from luthier.writing import counted
 
 FUNCTION_CALL = "function_call"  # ShareGPT's role for an assistant's message whose value is a tool call
@@ -302,3 +302,92 @@ def _mark(part: Text | Thinking, start: int, spans: Sequence[Span]) -> list[Part
         replace(part.cut(first, last), train=train, weight=part.weight * weight)
         for (first, last), (train, weight) in zip(pairwise(edges), flags, strict=True)
     ]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tools: what a row declares and calls.
+
+
+_OF_CALLS = frozenset({*FLAG_KEYS, "type", "index", "id", "name", "function"})
+_ARGUMENTS = ("arguments", "parameters", "args", "input")  # OpenAI's name, and those of others
+_SCHEMAS = {"input_schema": "parameters", "inputSchema": "parameters"}  # Anthropic's name in a declaration, and MCP's
+
+
+def read_tools(value: object) -> tuple[Mapping[str, object], ...]:
+    """Tool declarations in the form that chat templates take: ``{"type": "function", "function": {"name": …}}``.
+
+    ``value`` is a list of declarations, one declaration, or JSON text of either; a bare ``{"name": …}`` is wrapped.
+    Raises `RowError` (``bad_tools``).
+    """
+    if value is None or value == "":
+        return ()
+    if type(value) is str:
+        value = decode_text(value, reason="bad_tools", field="tools")
+    declarations = value if type(value) is list else [] if value is None else [value]
+    return tuple(_declaration(item, index) for index, item in enumerate(declarations))
+
+
+def read_calls(value: object) -> list[ToolCall]:
+    """The calls in a ShareGPT ``function_call`` value or a ``tool_call`` part: JSON (text) of one call or a list."""
+    if type(value) is str:
+        value = decode_text(value, reason="bad_tool_call")
+    calls = value if type(value) is list else [value]
+    if not calls:
+        raise RowError("bad_tool_call", "an empty list of calls")
+    return [read_call(call) for call in calls]
+
+
+def read_call(call: object) -> ToolCall:
+    """One call: ``{"name", "arguments"}``, bare or under ``function`` (OpenAI's), with an optional ``id``.
+
+    ``arguments`` (or ``parameters``, ``args``, ``input``) is an object or JSON text of one; absent or empty means
+    none, if there is nothing else that may hold them. ``train`` and ``weight`` stand beside ``name`` or ``function``.
+    Raises `RowError` (``bad_tool_call``, ``bad_weight``).
+    """
+    if type(call) is not dict:
+        raise RowError("bad_tool_call", f"a call is an object with name and arguments, not {json_kind(call)}")
+    function = call.get("function")
+    body = {**call, **function} if type(function) is dict else call
+    name = body.get("name")
+    if type(name) is not str or not name:
+        raise RowError("bad_tool_call", f"a call needs a name, it has {sorted(map(str, body))}")
+    call_id = body.get("id")
+    if call_id is not None and type(call_id) is not str:
+        raise RowError("bad_tool_call", f"the id of a call is text, not {json_kind(call_id)}")
+    train, weight = read_flags(body)
+    return ToolCall(name=name, arguments=_read_arguments(body, name), id=call_id, train=train, weight=weight)
+
+
+def says_something(value: object) -> bool:
+    """Whether it is more than null, or an empty text, list or object."""
+    return not (value is None or (type(value) in (str, list, dict) and not value))
+
+
+def _read_arguments(body: Mapping[str, object], name: str) -> Mapping[str, object]:
+    key = next((key for key in _ARGUMENTS if body.get(key) not in (None, "")), None)
+    if key is None:
+        left = [key for key, value in body.items() if key not in _OF_CALLS and says_something(value)]
+        if left and body.keys().isdisjoint(_ARGUMENTS):
+            what = f"the call of {name} has no arguments, and {' and '.join(left)}, which nothing reads"
+            raise RowError("bad_tool_call", f"{what}: call that arguments, or give it arguments of {{}} if it has none")
+        return {}
+    arguments = body[key]
+    if type(arguments) is str:
+        arguments = decode_text(arguments, reason="bad_tool_call")
+    if type(arguments) is not dict:
+        raise RowError("bad_tool_call", f"{key} of {name} are an object, not {json_kind(arguments)}")
+    return arguments
+
+
+def _declaration(item: object, index: int) -> Mapping[str, object]:
+    if type(item) is str:  # a list of JSON texts
+        item = decode_text(item, reason="bad_tools", field="tools")
+    if type(item) is dict:
+        function = item.get("function")
+        if type(function) is dict and type(function.get("name")) is str:
+            return item if "type" in item else {"type": "function", **item}
+        if type(item.get("name")) is str:
+            renamed = {} if "parameters" in item else _SCHEMAS
+            function = {renamed.get(key, key): value for key, value in item.items() if key != "type"}
+            return {"type": "function", "function": function}
+    raise RowError("bad_tools", f"declaration {index} has no function name", field="tools")

@@ -29,7 +29,7 @@ from luthier.records import (
     ToolCall,
 )
 from luthier.sources import RawRow, decode_text, json_kind, refuse_unreadable
-from luthier.sources.formats import Layout, read_weight, turns, undeclared
+from luthier.sources.formats import Layout, read_tools, read_weight, turns, undeclared
 from luthier.sources.formats.media import COLUMN_OF_KIND, FindSlots, MediaQueue, read_column
 from luthier.writing import JsonObject
 
@@ -127,7 +127,7 @@ class Reading:
             return self._transcript(value, media) or [self._answer(value)]
         if type(value) is dict:
             try:
-                return [turns.read_message(value, tags=self.layout.tags, media=media)]
+                return turns.read_message(value, tags=self.layout.tags, media=media)
             except RowError as error:
                 raise error.inside(self.field(name)) from None
         if type(value) not in (str, list):
@@ -316,7 +316,7 @@ class Reading:
         for messages in paths:
             turns.check_tool_results(messages)
         self.media.finish()
-        return turns.read_tools(self._values.get("tools"))
+        return read_tools(self._values.get("tools"))
 
     def _check_answer(self, messages: Sequence[Message], field: str) -> None:
         if messages[0].role != "assistant":

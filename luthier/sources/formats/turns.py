@@ -10,19 +10,21 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeGuard
 
 from luthier.errors import RowError
 from luthier.records import Audio, Conversation, Image, Message, Part, Text, Thinking, ToolCall, Video
 from luthier.sources import decode_text, json_kind
 from luthier.sources.formats import (
-    FLAG_KEYS,
     FUNCTION_CALL,
-    SPAN_KEYS,
     Tags,
     mark_spans,
+    read_call,
+    read_calls,
     read_flags,
     read_mark,
     read_spans,
+    says_something,
 )
 from luthier.sources.formats.media import COLUMN_OF_KIND, MediaQueue, names_media, read_media
 
@@ -32,17 +34,8 @@ _MEDIA_KINDS = {
     "image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video",
     "audio": "audio", "audio_url": "audio", "input_audio": "audio",
 }  # fmt: skip
-# keys of a message that are read, or refused
-MESSAGE_KEYS = frozenset(
-    {*_REASONING_KEYS, *SPAN_KEYS, *COLUMN_OF_KIND, *COLUMN_OF_KIND.values(), "tool_calls", "function_call", "name",
-     "tool_call_id"}
-)  # fmt: skip
-PART_KEYS = frozenset(
-    {*_MEDIA_KINDS, *FLAG_KEYS, *SPAN_KEYS, "type", "text", "value", "content", "thinking", "reasoning", "name", "id",
-     "arguments", "function", "url", "path", "bytes", "base64", "data", "frames", "array", "sampling_rate"}
-)  # fmt: skip
+CALL_KINDS = ("tool_call", "function", "tool_use")  # LLaMA-Factory's name of a part, OpenAI's and Anthropic's
 RATES = ("fps", "sample_fps")  # of a part with the frames of a video: ours, and that of Qwen's utilities
-OF_FRAMES = ("frames", "video", "video_url", "value")
 
 
 def read_messages(value: object, *, field: str, tags: Tags, media: MediaQueue) -> list[Message]:
@@ -65,14 +58,15 @@ def read_messages(value: object, *, field: str, tags: Tags, media: MediaQueue) -
     messages = []
     for index, item in enumerate(value):
         try:
-            messages.append(read_message(item, tags=tags, media=media))
+            messages += read_message(item, tags=tags, media=media)
         except RowError as error:
             raise error.inside(f"{field}[{index}]") from None
     return messages
 
 
-def read_message(message: object, *, tags: Tags, media: MediaQueue) -> Message:
-    """One message; raises `RowError` whose field is relative to the message."""
+def read_message(message: object, *, tags: Tags, media: MediaQueue) -> list[Message]:
+    """One message, in Anthropic's form one for each result of a tool that it holds; raises `RowError` whose field is
+    relative to the message."""
     if type(message) is not dict:
         raise RowError("not_messages", f"a message is an object, this is {json_kind(message)}")
     name = message.get(tags.role)
@@ -82,16 +76,11 @@ def read_message(message: object, *, tags: Tags, media: MediaQueue) -> Message:
     content = message.get(tags.content)
     if len(message) == 2 and type(content) is str and role != FUNCTION_CALL:  # most messages there are
         parts = split_thinking(content, tags.thinking) if role == "assistant" else media.split(content)
-        return Message(role=role, parts=tuple(parts))
+        return [Message(role=role, parts=tuple(parts))]
     return _read_full_message(message, role, tags=tags, media=media)
 
 
-def says_something(value: object) -> bool:
-    """Whether it is more than null, or an empty text, list or object."""
-    return not (value is None or (type(value) in (str, list, dict) and not value))
-
-
-def _read_full_message(message: dict[str, object], role: str, *, tags: Tags, media: MediaQueue) -> Message:
+def _read_full_message(message: dict[str, object], role: str, *, tags: Tags, media: MediaQueue) -> list[Message]:
     for kind, column in COLUMN_OF_KIND.items():
         if key := next((key for key in (column, kind) if key != tags.content and says_something(message.get(key))), ""):
             what = f"the message has {key}, and nothing says where: make each a part of its content, {{type: {kind}, "
@@ -101,25 +90,49 @@ def _read_full_message(message: dict[str, object], role: str, *, tags: Tags, med
     thinking = None if parts else tags.thinking  # where it stands apart, what tags there are in the text are text
     content = message.get(tags.content)
     train, spans = read_spans(message, content if role != FUNCTION_CALL else None)
-    if role == FUNCTION_CALL:
-        role = "assistant"
-        parts += read_calls(content)
-    elif content is not None:
-        parts += mark_spans(_read_content(content, role, thinking, media, field=tags.content), spans)
-    parts += _tool_calls(message, role)
-    if not parts:
-        raise RowError(
-            "missing_content", f"the message has no content; its keys are {sorted(message)}", field=tags.content
-        )
     said, weight = read_flags(message) if tags.train is None else (read_mark(message, tags.train), 1.0)
-    return Message(
-        role=role,
-        parts=tuple(parts),
+    read = Message(
+        role="assistant" if role == FUNCTION_CALL else role,
+        parts=(),
         train=train if said is None else said,
         weight=weight,
         name=_optional_text(message, "name"),
         tool_call_id=_optional_text(message, "tool_call_id"),
     )
+    if role == "user" and type(content) is list and any(map(_is_result, content)):
+        return _read_results(content, read, media, field=tags.content)
+    if role == FUNCTION_CALL:
+        parts += read_calls(content)
+    elif content is not None:
+        parts += mark_spans(_read_content(content, role, thinking, media, field=tags.content), spans)
+    parts += _tool_calls(message, read.role)
+    if not parts:
+        raise RowError(
+            "missing_content", f"the message has no content; its keys are {sorted(message)}", field=tags.content
+        )
+    return [replace(read, parts=tuple(parts))]
+
+
+def _is_result(item: object) -> TypeGuard[dict[str, object]]:
+    return type(item) is dict and item.get("type") == "tool_result"
+
+
+def _read_results(content: list[object], said: Message, media: MediaQueue, *, field: str) -> list[Message]:
+    """Anthropic's form: what tools have found stands among what the user says."""
+    read: list[Message] = []
+    for index, item in enumerate(content):
+        try:
+            parts = tuple(_read_part(item, "tool" if _is_result(item) else "user", None, media))
+            if _is_result(item):
+                call = _optional_text(item, "tool_use_id")
+                read.append(replace(said, role="tool", parts=parts, name=None, tool_call_id=call))
+            elif read and read[-1].role == "user":
+                read[-1] = replace(said, parts=read[-1].parts + parts)
+            else:
+                read.append(replace(said, parts=parts))
+        except RowError as error:
+            raise error.inside(f"{field}[{index}]") from None
+    return read
 
 
 def _bad_role(message: dict[str, object], tags: Tags) -> RowError:
@@ -127,6 +140,7 @@ def _bad_role(message: dict[str, object], tags: Tags) -> RowError:
         detail = f"the message has no {tags.role!r}; its keys are {sorted(message)}"
         return RowError("missing_role", detail + _other_style(message, tags), field=tags.role)
     detail = f"{str(message[tags.role])[:40]!r} is not a role; known roles: {', '.join(sorted(tags.roles))}"
+    detail += "; other names are given by the source's tags (user_tag, assistant_tag, observation_tag, function_tag …)"
     return RowError("unknown_role", detail, field=tags.role)
 
 
@@ -182,7 +196,7 @@ def _read_part(item: object, role: str, thinking: tuple[str, str] | None, media:
                 raise RowError("bad_part", f"only an assistant thinks, this is a {role} message")
             text = _part_text(item, ("thinking", "reasoning", "text", "value"))
             return _flagged(item, text, [Thinking(text=text)])
-        case "tool_call" | "function":
+        case _ if kind in CALL_KINDS:
             if role != "assistant":
                 raise RowError("bad_part", f"only an assistant calls tools, this is a {role} message")
             calls: list[Part] = [*read_calls(item.get("value", item))]
@@ -190,10 +204,15 @@ def _read_part(item: object, role: str, thinking: tuple[str, str] | None, media:
         case "tool_result":
             if role != "tool":
                 raise RowError("bad_part", f"a tool's result is a message of the role tool, this is a {role} message")
+            if type(item.get("content")) is list or item.keys().isdisjoint(("value", "text", "content")):
+                return _read_content(item.get("content", ""), role, thinking, media, field="content")
             text = _part_text(item, ("value", "text", "content"))
             return _flagged(item, text, [Text(text=text)])
         case _:
-            known = ", ".join(("text", "thinking", "reasoning", "tool_call", "tool_result", *_MEDIA_KINDS))
+            known = ", ".join(("text", "thinking", "reasoning", *CALL_KINDS, "tool_result", *_MEDIA_KINDS))
+            if kind is None:
+                what = f"a part says its type, this has {', '.join(map(str, item))[:60] or 'nothing'}: write it as text"
+                raise RowError("bad_part", f"{what} (JSON), or as a part of a type: {known}")
             raise RowError("bad_part", f"{str(kind)[:40]!r} is not a type of part; known types: {known}")
 
 
@@ -220,6 +239,8 @@ def _read_media_part(item: dict[str, object], kind: str, media: MediaQueue) -> P
             if type(value) is list and media_kind == "video":  # its frames; how many a second, the part says
                 value = {"frames": value, "fps": next((item[name] for name in RATES if item.get(name)), None)}
             return read_media(media_kind, value, media.root)
+    if type(source := item.get("source")) is dict:  # Anthropic's form
+        return read_media(media_kind, source, media.root)
     if names_media(item):
         return read_media(media_kind, item, media.root)
     return media.take(media_kind)  # {"type": "image"}: the next one of the row's column
@@ -235,34 +256,40 @@ def _part_text(item: dict[str, object], keys: tuple[str, ...]) -> str:
 
 
 def _reasoning(message: dict[str, object], role: str) -> list[Part]:
-    for key in _REASONING_KEYS:
-        value = message.get(key)
-        if value is None or value == "":
-            continue
+    told = {key: value for key in _REASONING_KEYS if (value := message.get(key)) not in (None, "")}
+    for key, value in told.items():
         if type(value) is not str or role not in ("assistant", FUNCTION_CALL):
             detail = f"{key} is text of an assistant's message, this is {json_kind(value)} of a {role} message"
             raise RowError("bad_content", detail, field=key)
-        return [Thinking(text=value)]
-    return []
+    thoughts = list(dict.fromkeys(told.values()))
+    if len(thoughts) > 1:
+        raise RowError("bad_content", f"{' and '.join(told)} say two things: leave one", field=next(iter(told)))
+    return [Thinking(text=str(thought)) for thought in thoughts]
 
 
 def _tool_calls(message: dict[str, object], role: str) -> list[Part]:
-    calls = message.get("tool_calls")
-    if type(calls) is str and calls:
-        calls = decode_text(calls, reason="bad_tool_call", field="tool_calls")
-    if not calls:
-        legacy = message.get("function_call")  # OpenAI's form before tool_calls
-        calls = [legacy] if type(legacy) is dict else None
-    if not calls:
+    told: dict[str, object] = {}
+    for key in ("tool_calls", "function_call"):  # the latter is OpenAI's form before tool_calls
+        value = message.get(key)
+        if type(value) is str and value:
+            value = decode_text(value, reason="bad_tool_call", field=key)
+        if says_something(value):
+            told[key] = value
+    if not told:
         return []
-    if type(calls) is not list:
-        raise RowError("bad_tool_call", f"tool_calls is a list, not {json_kind(calls)}", field="tool_calls")
+    if len(told) > 1:
+        raise RowError("bad_tool_call", "the message has tool_calls and a function_call: leave one", field="tool_calls")
+    [(key, calls)] = told.items()
     if role != "assistant":
-        raise RowError("bad_tool_call", f"only an assistant calls tools, this is a {role} message", field="tool_calls")
+        raise RowError("bad_tool_call", f"only an assistant calls tools, this is a {role} message", field=key)
     try:
+        if key == "function_call":
+            return [read_call(calls)]
+        if type(calls) is not list:
+            raise RowError("bad_tool_call", f"tool_calls is a list, not {json_kind(calls)}")
         return [read_call(call) for call in calls]
     except RowError as error:
-        raise error.inside("tool_calls") from None
+        raise error.inside(key) from None
 
 
 def _optional_text(message: dict[str, object], key: str) -> str | None:
@@ -319,53 +346,6 @@ def _content(parts: Sequence[Part]) -> object:
     return shown
 
 
-# --------------------------------------------------------------------------------- tools: what a row declares and calls
-
-
-def read_tools(value: object) -> tuple[Mapping[str, object], ...]:
-    """Tool declarations in the form that chat templates take: ``{"type": "function", "function": {"name": …}}``.
-
-    ``value`` is a list of declarations, one declaration, or JSON text of either; a bare ``{"name": …}`` is wrapped.
-    Raises `RowError` (``bad_tools``).
-    """
-    if value is None or value == "":
-        return ()
-    if type(value) is str:
-        value = decode_text(value, reason="bad_tools", field="tools")
-    declarations = value if type(value) is list else [] if value is None else [value]
-    return tuple(_declaration(item, index) for index, item in enumerate(declarations))
-
-
-def read_calls(value: object) -> list[ToolCall]:
-    """The calls in a ShareGPT ``function_call`` value or a ``tool_call`` part: JSON (text) of one call or a list."""
-    if type(value) is str:
-        value = decode_text(value, reason="bad_tool_call")
-    calls = value if type(value) is list else [value]
-    if not calls:
-        raise RowError("bad_tool_call", "an empty list of calls")
-    return [read_call(call) for call in calls]
-
-
-def read_call(call: object) -> ToolCall:
-    """One call: ``{"name", "arguments"}``, bare or under ``function`` (OpenAI's), with an optional ``id``.
-
-    ``arguments`` is an object or JSON text of one; absent or empty means none. ``train`` and ``weight`` stand
-    beside ``name`` or ``function``. Raises `RowError` (``bad_tool_call``, ``bad_weight``).
-    """
-    if type(call) is not dict:
-        raise RowError("bad_tool_call", f"a call is an object with name and arguments, not {json_kind(call)}")
-    function = call.get("function")
-    body = function if type(function) is dict else call
-    name = body.get("name")
-    if type(name) is not str or not name:
-        raise RowError("bad_tool_call", f"a call needs a name, it has {sorted(map(str, body))}")
-    call_id = call.get("id")
-    if call_id is not None and type(call_id) is not str:
-        raise RowError("bad_tool_call", f"the id of a call is text, not {json_kind(call_id)}")
-    train, weight = read_flags(call)
-    return ToolCall(name=name, arguments=_read_arguments(body, name), id=call_id, train=train, weight=weight)
-
-
 def check_tool_results(messages: Sequence[Message]) -> None:
     """Every tool result answers something: it follows an assistant's message, and its id is the id of a call.
 
@@ -386,29 +366,6 @@ def check_tool_results(messages: Sequence[Message]) -> None:
         elif message.role == "assistant":
             ids.update(part.id for part in message.parts if type(part) is ToolCall and part.id is not None)
         previous = message.role
-
-
-def _read_arguments(body: Mapping[str, object], name: str) -> Mapping[str, object]:
-    arguments = body.get("arguments")
-    if arguments is None or arguments == "":
-        return {}
-    if type(arguments) is str:
-        arguments = decode_text(arguments, reason="bad_tool_call")
-    if type(arguments) is not dict:
-        raise RowError("bad_tool_call", f"arguments of {name} are an object, not {json_kind(arguments)}")
-    return arguments
-
-
-def _declaration(item: object, index: int) -> Mapping[str, object]:
-    if type(item) is str:  # a list of JSON texts
-        item = decode_text(item, reason="bad_tools")
-    if type(item) is dict:
-        function = item.get("function")
-        if type(function) is dict and type(function.get("name")) is str:
-            return item if "type" in item else {"type": "function", **item}
-        if type(item.get("name")) is str:
-            return {"type": "function", "function": {key: value for key, value in item.items() if key != "type"}}
-    raise RowError("bad_tools", f"declaration {index} has no function name", field="tools")
 
 
 # --------------------------------------------------------------------------------------------------------------------
