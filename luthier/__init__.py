@@ -181,7 +181,7 @@ if TYPE_CHECKING:
     from luthier.preparation import Prepared as Prepared
     from luthier.preparation import PreparedSet as PreparedSet
     from luthier.preparation import SourceInfo as SourceInfo
-    from luthier.preparation.prepare import Progress as Progress
+    from luthier.preparation.resolver import Progress as Progress
     from luthier.presets.named_templates import Bos as Bos
     from luthier.presets.named_templates import NamedTemplate as NamedTemplate
     from luthier.presets.named_templates import SystemPrompt as SystemPrompt

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from luthier.loader.plan import StreamPlan
     from luthier.loader.settings import Loaded
     from luthier.preparation import Prepared
-    from luthier.preparation.prepare import Progress
+    from luthier.preparation.resolver import Progress
     from luthier.sources.source import RepeatedIds
     from luthier.training.data import RunData
     from luthier.training.report import RunResult

@@ -166,6 +166,14 @@ def name_function(reference: str | Callable[..., object] | None, what: str) -> N
     _state.named_by[reference] = named_by
 
 
+def refuse_text(what: str, *fields: object, besides: str = "") -> None:
+    """Raise `PluginError` where one of a new row's fields is a text in place of a tuple of names: each of its letters
+    would be a name."""
+    for text in (field for field in fields if isinstance(field, str)):
+        hint = f"a tuple of one name has a comma: ({text!r},){besides}"
+        raise PluginError(f"{what} has a text, {text!r}, where a tuple of names stands", hint=hint)
+
+
 def failure_of(what: str, error: Exception) -> PluginError:
     """What a plugin's function raised, as an error that says where. ``what`` names the function:
     ``the loss 'focal' of luthier-quiz 0.1.0``. The caller's own line is the first of the traceback."""

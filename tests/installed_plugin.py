@@ -61,7 +61,12 @@ def verdicts() -> dict[str, Any]:
     """Its objective."""
     run = described("verdicts", VERDICTS, objective={"name": "unlikelihood"})
     steps = [luthier.train(run, overrides=[f"objective.bad_weight={weight}"]).steps[0] for weight in (0, 1, 2)]
-    return {"losses": [step.loss for step in steps], "measures": sorted(steps[0].measures)}
+    halved = described("halved", [{**row, "weight": 0.5} for row in VERDICTS], objective={"name": "unlikelihood"})
+    return {
+        "losses": [step.loss for step in steps],
+        "halved": luthier.train(halved).steps[0].loss,
+        "measures": sorted(steps[0].measures),
+    }
 
 
 def metric() -> dict[str, Any]:
@@ -111,6 +116,7 @@ def family() -> dict[str, Any]:
 
 def main() -> None:
     os.chdir(sys.argv[1])
+    luthier.train(described("without", [{"prompt": "1?", "completion": "2"}] * 4))  # nothing of the plugin
     from luthier.config.words import config_schema
 
     told = {

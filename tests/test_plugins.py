@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def seen(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     folder = tmp_path_factory.mktemp("seen")
     printed = run_program("tests.installed_plugin", [str(folder)], said=folder / "said", environment=surroundings(site))
     found: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    return found
+    return {**found, "folder": folder}
 
 
 def test_its_rows_are_rendered_by_its_template_and_proven(seen: dict[str, Any]) -> None:
@@ -80,6 +81,18 @@ def test_its_objective_learns_from_verdicts_and_its_number_counts(seen: dict[str
     without, once, twice = seen["verdicts"]["losses"]
     assert seen["verdicts"]["measures"] == ["logps/chosen", "logps/rejected"]
     assert once - without > 0 and twice - once == pytest.approx(once - without, rel=0.05)
+    assert seen["verdicts"]["halved"] == pytest.approx(once / 2, rel=1e-5), "rows of half the weight"
+
+
+def test_a_run_is_opened_where_what_it_uses_is_installed(seen: dict[str, Any], site: Path) -> None:
+    """By a process that has read no table before."""
+    opening = "from pathlib import Path; from luthier.prediction import open_run; import sys"
+    code = f"{opening}; print(open_run(Path(sys.argv[1])).config.objective.name)"
+    opened = partial(python, "-c", code, cwd=seen["folder"])
+    assert opened("verdicts", folders=(site,)).stdout.split() == ["unlikelihood"]
+    assert opened("without", folders=()).stdout.split() == ["sft"]
+    lacking = opened("verdicts", folders=())
+    assert lacking.returncode != 0 and "CheckpointError" in lacking.stderr and "plugin" in lacking.stderr
 
 
 def test_its_metric_is_measured_where_it_has_a_say(seen: dict[str, Any]) -> None:
@@ -150,6 +163,26 @@ FAULTS = {
         "convert=print, version='1'))",
         "a text, 'q', where a tuple of names stands",
     ),
+    "a loss of the letters of a text": (
+        "import luthier\nluthier.register_loss(luthier.Loss(name='x', objectives='sft', function=print, formula='', "
+        "says=''))",
+        "a text, 'sft', where a tuple of names stands",
+    ),
+    "a number that is none": (
+        "import luthier\nluthier.register_loss(luthier.Loss(name='x', objectives=('sft',), function=print, "
+        "numbers={'x_share': 'much'}, formula='', says=''))",
+        "'x_share'",
+    ),
+    "a template of the letters of a text": (
+        "import luthier\nluthier.register_template(luthier.NamedTemplate(name='x', models='x', source='x', "
+        "stops='<|im_end|>'))",
+        "a text, '<|im_end|>', where a tuple of names stands",
+    ),
+    "an objective whose rows are a text": (
+        "import luthier\nluthier.register_objective(luthier.Objective(name='x', rows='answer', default_loss='x', "
+        "losses=print))",
+        "rows='answer'",
+    ),
     "a loss in a module that is not there": (
         "import luthier\nluthier.register_loss(luthier.Loss(name='x', objectives=('sft',), "
         "function='no_such_package.losses:x', formula='', says=''))",
@@ -187,6 +220,7 @@ for name in sys.argv[1:]:
         assert f"of broken{number} 1.0 cannot be loaded: " in line and words in line and "hint: " in line, line
 
 
+PARTS_ARE_A_TEXT = "return reading.conversation([luthier.Message(role='user', parts='hi')])"
 MISTAKEN = """
 import luthier
 
@@ -217,6 +251,11 @@ if __name__ != "__main__":
         ({"reads": 'reading.text("antwrten")'}, "asks for a column 'antwrten', which is none of its columns"),
         ({"reads": 'reading.has("response")'}, "asks for a column 'response', which is none of its columns"),
         ({"reads": '{}["right"]'}, "the format 'faq' of mistaken 1.0, at rows.jsonl:1, failed ("),
+        ({"reads": "return {}"}, "at rows.jsonl:1, gives a dict, which is no record of a row"),
+        ({"reads": "return reading.label()"}, "asks for a column 'kto_tag', which is none of its columns"),
+        ({"reads": "return reading.prompt()"}, "asks for a column 'messages', which is none of its columns"),
+        ({"reads": PARTS_ARE_A_TEXT}, "gives the part 'h', which is a str"),
+        ({"reads": PARTS_ARE_A_TEXT.replace("user", "human")}, "gives the message Message(role='human'"),
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "train"])

@@ -34,7 +34,7 @@ from luthier.writing import counted, to_json, write_text
 if TYPE_CHECKING:
     from luthier.loader.settings import Loaded
     from luthier.preparation import Prepared
-    from luthier.preparation.prepare import Progress as Progressed
+    from luthier.preparation.resolver import Progress as Progressed
 
 STDOUT = "-"
 # What each extra of the package brings.
@@ -209,7 +209,7 @@ def listening(console: Console, heard: Listener | None = None) -> Iterator[Liste
     """
     from luthier.config.schema import RunConfig
     from luthier.loader.settings import Loaded
-    from luthier.preparation.prepare import Progress as Progressed
+    from luthier.preparation.resolver import Progress as Progressed
 
     with ExitStack() as line:
         shown: list[Callable[[Progressed], None]] = []

@@ -25,7 +25,7 @@ class Loss:
                  verdicts   (log-ratios [R], signs [R], `FeedbackSettings`, `FeedbackBaselines`) -> of each row, [R]
                  of ``rm``  (chosen rewards [P], rejected [P], margins [P], numbers) -> of each pair, [P]
     numbers      the keys of the section ``objective`` that it reads beside name, loss and reference, and what they are
-                 by default. A key that no other loss has becomes one: its function finds it in ``settings.own``
+                 by default. A key that no other loss has becomes one. A plugin's function finds all in ``settings.own``
     explained    what such keys mean, for the page and the schema of run descriptions
     formula, paper, says   for docs/objectives.md
 

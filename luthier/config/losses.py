@@ -13,7 +13,7 @@ from luthier.config.inputs import QuantizationConfig
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned, ObjectiveConfig, ReferenceSource
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.rollout import ENVIRONMENT, LOOPBACK, DeadGroups, RewardConfig, RolloutConfig
-from luthier.errors import Problem
+from luthier.errors import PluginError, Problem
 
 # Formats whose rows only some objectives can learn from.
 _ROWS_OF: Mapping[str, RowKind] = {
@@ -33,6 +33,11 @@ def is_compared(objective: ObjectiveConfig) -> bool:
 def check_objective(draft: Draft) -> Iterator[Problem]:
     """Problems between the keys of ``objective``, and with the adapter."""
     objective = draft.config.objective
+    if objective.loss_name not in LOSSES:  # a name that is given has been looked up
+        what = f"the objective {objective.name!r} of {OBJECTIVES.added_by(objective.name)} has the default loss"
+        raise PluginError(
+            f"{what} {objective.loss_name!r}, which nobody has registered", hint="register that loss, too"
+        )
     if objective.name not in LOSSES[objective.loss_name].objectives:
         yield from _foreign_loss(draft)
         return
@@ -125,7 +130,7 @@ def _foreign_loss(draft: Draft) -> Iterator[Problem]:
     objective = draft.config.objective
     owners = LOSSES[objective.loss_name].objectives
     what = (
-        f"{objective.loss} is a loss of objective {' and '.join(owners)}, "
+        f"{objective.loss_name} is a loss of objective {' and '.join(owners)}, "
         f"and {draft.cite('objective.name')} is {objective.name}"
     )
     yield draft.problem("objective.loss", what, f"set objective.name: {owners[0]}, or choose another loss")

@@ -28,7 +28,7 @@ from luthier.config.choices import (
 from luthier.config.inputs import QuantizationConfig, Section
 from luthier.config.loss_rows import Loss
 from luthier.errors import PluginError, UserError
-from luthier.plugins import Table, name_function, resolve
+from luthier.plugins import Table, name_function, refuse_text, resolve
 
 
 class ReferenceSource(StrEnum):
@@ -328,13 +328,20 @@ def register_loss(loss: Loss) -> None:
     Numbers that no loss has had so far become keys of the section ``objective``: numbers that are not negative.
     Raises `PluginError` where there is a loss of this name, or where a number is called as another key.
     """
+    what = f"the loss {loss.name!r}"
+    refuse_text(what, loss.objectives)
+    for key, number in loss.numbers.items():
+        is_number = isinstance(number, int | float) and not isinstance(number, bool) and number >= 0
+        if not is_number or not key.isidentifier():
+            hint = "a number is named as a key of YAML and of Python is, and its default is a number of at least 0"
+            raise PluginError(f"{what} has the number {key!r} with the default {number!r}", hint=hint)
     known = {key for row in LOSSES.values() for key in row.numbers}
     taken = sorted(set(loss.numbers) & (_OWN_KEYS - known))
     if taken:
-        raise PluginError(f"the loss {loss.name!r} calls a number {taken[0]!r}, which is another key of the objective")
+        raise PluginError(f"{what} calls a number {taken[0]!r}, which is another key of the objective")
     LOSSES.add(loss.name, loss)
     for function in (loss.function, loss.sorts):
-        name_function(function, f"the loss {loss.name!r}")
+        name_function(function, what)
     for key in loss.numbers:
         if key not in ObjectiveConfig.model_fields:
             says = loss.explained.get(key, f"a number of the loss `{loss.name}`")
@@ -349,6 +356,10 @@ def register_loss(loss: Loss) -> None:
 
 
 def register_objective(objective: Objective) -> None:
-    """Add an objective to the table. Raises `PluginError` where there is one of this name."""
+    """Add an objective to the table. Raises `PluginError` where there is one of this name, or it names no rows."""
+    if not isinstance(objective.rows, RowKind) or objective.on_policy != (objective.rows is RowKind.QUESTION):
+        what = f"the objective {objective.name!r} has rows={objective.rows!r} and on_policy={objective.on_policy}"
+        hint = "rows is luthier.RowKind.ANSWER, PAIR or VERDICT; QUESTION, with on_policy=True, where answers are drawn"
+        raise PluginError(what, hint=hint)
     OBJECTIVES.add(objective.name, objective)
     name_function(objective.losses, f"the objective {objective.name!r}")

@@ -50,9 +50,9 @@ from luthier.sources.files import find_files
 from luthier.sources.origins import resolve_sources
 from luthier.sources.row_index import RowIndex
 from luthier.sources.source import Source, open_sources
-from luthier.store import shard_reader, store_folder
+from luthier.store import shard_reader
 from luthier.store.disk import Disk
-from luthier.store.format import FEEDS, SPOOL
+from luthier.store.format import FEEDS, SPOOL, store_folder
 
 FACTS, FAILED, ALIVE = "facts.json", "failed.json", "alive"
 BEAT_SECONDS = 2.0
@@ -266,7 +266,8 @@ BYTES_WORTH_A_FEED = 32_000_000  # of files: less is prepared in the time that t
 
 
 def prepares_meanwhile(config: RunConfig) -> bool:
-    """The answer depends on the config and the files' sizes alone, never on what the store has."""
+    """Whether a feed prepares the rows of a run while it trains: by its config and the sizes of its files alone, never
+    by what the store has."""
     if config.train.packing is not Packing.WINDOW or config.data.prepare == "before":
         return False
     if units_of(config).are_compared:  # partners are drawn from the whole set, and pairs are planned as a whole

@@ -32,7 +32,8 @@ from luthier.metrics import metrics_of_answers
 from luthier.packing import PlanSettings, Segments, UnitKind, held_tokens
 from luthier.packing.order import MixtureSettings, RowOrder, check_mixture, rows_trained
 from luthier.preparation import Prepared, num_held_out
-from luthier.preparation.prepare import Progress, lost_rows_of, prepare
+from luthier.preparation.prepare import lost_rows_of, prepare
+from luthier.preparation.resolver import Progress
 from luthier.preparation.segments import SegmentIndex
 from luthier.rewards.judging import RewardJudge, check_columns
 from luthier.sources.origins import HUB, MODELSCOPE, resolve_sources

@@ -143,7 +143,8 @@ def _number(name: str, function: Callable[..., object], *arguments: object) -> f
     if found is not None and not isinstance(found, SupportsFloat):
         what = f"the metric {name!r} of {METRICS.added_by(name)} gives {str(found)[:40]!r}, a {type(found).__name__}"
         raise PluginError(what, hint="return a number for each answer, or None where the row has no say")
-    return None if found is None else float(found)
+    number = math.nan if found is None else float(found)
+    return number if math.isfinite(number) else None
 
 
 def _score(name: str, function: Callable[..., object], *arguments: object) -> CorpusScore:
@@ -151,6 +152,9 @@ def _score(name: str, function: Callable[..., object], *arguments: object) -> Co
     if not isinstance(found, CorpusScore):
         what = f"the metric {name!r} of {METRICS.added_by(name)} gives {str(found)[:40]!r}, a {type(found).__name__}"
         raise PluginError(what, hint="return a luthier.CorpusScore of all answers")
+    if not math.isfinite(found.score):
+        what = f"the metric {name!r} of {METRICS.added_by(name)} has the score {found.score}"
+        raise PluginError(what, hint="give a finite number, also where no answer counts")
     return found
 
 

@@ -214,14 +214,14 @@ class _LogitChunk:
     softmax: Softmax
     quantities: TokenQuantities
     kl_slope_CV: torch.Tensor | None
-    smoothed: bool
+    takes_mean: bool
 
     @staticmethod
     def of(
         logits_CV: torch.Tensor, ids_C: torch.Tensor, reference_CV: torch.Tensor | None, settings: TokenSettings
     ) -> _LogitChunk:
-        zeros_C = logits_CV.new_zeros(len(ids_C))
-        mean_logits_C = logits_CV.mean(dim=1) if settings.label_smoothing else zeros_C
+        zeros_C, takes_mean = logits_CV.new_zeros(len(ids_C)), _takes_mean(settings)
+        mean_logits_C = logits_CV.mean(dim=1) if takes_mean else zeros_C
         kl_C, slope_CV = zeros_C, None
         if reference_CV is not None:
             mine_CV = log_probabilities(logits_CV)
@@ -234,7 +234,7 @@ class _LogitChunk:
             kl_C=kl_C,
             entropy_C=_top_entropy(softmax.numerators_CV) if LOSSES.named(settings.loss).needs_entropy else zeros_C,
         )
-        return _LogitChunk(softmax, quantities, slope_CV, bool(settings.label_smoothing))
+        return _LogitChunk(softmax, quantities, slope_CV, takes_mean)
 
     def losses(
         self, settings: TokenSettings, weights_C: torch.Tensor | None
@@ -262,9 +262,14 @@ class _LogitChunk:
         grad_CV = self.softmax.numerators_CV.mul_(share_C[:, None])
         if self.kl_slope_CV is not None:
             grad_CV.addcmul_(self.kl_slope_CV, by_kl_C[:, None])
-        if self.smoothed:
+        if self.takes_mean:
             grad_CV += by_mean_C[:, None] / grad_CV.shape[1]
         return grad_CV.scatter_add_(1, ids_C[:, None], by_logp_C[:, None])
+
+
+def _takes_mean(settings: TokenSettings) -> bool:
+    """Whether the loss may depend on the mean of the logits; of a plugin's nobody else knows."""
+    return settings.label_smoothing > 0 or settings.loss in LOSSES.added()
 
 
 def _losses_by_function(
@@ -290,7 +295,7 @@ def _losses_by_function(
         quantities = TokenQuantities(
             logps_C=logits_CV.gather(1, ids_C[:, None]).squeeze(1) - lse_C,
             lse_C=lse_C,
-            mean_logits_C=logits_CV.mean(dim=1) if settings.label_smoothing else zeros_C,
+            mean_logits_C=logits_CV.mean(dim=1) if _takes_mean(settings) else zeros_C,
             kl_C=kl_C,
             entropy_C=_top_entropy(logits_CV.detach().softmax(dim=1)) if needs_entropy else zeros_C,
         )

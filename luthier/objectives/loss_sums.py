@@ -161,7 +161,7 @@ class TokenQuantities:
 
     logps_C        log-probability of the target
     lse_C          log of the sum of exp(logits)
-    mean_logits_C  mean of the logits over the vocabulary
+    mean_logits_C  mean of the logits over the vocabulary; zeros for Luthier's own losses without label smoothing
     kl_C           KL(reference || policy) over the vocabulary, or what the settings' ``beta`` makes of it
                    (`hidden_loss.divergence`); zeros without a reference
     entropy_C      of the `EAFT_CANDIDATES` likeliest tokens, renormalised; not differentiable, zeros where not needed
@@ -183,7 +183,7 @@ class TokenSettings:
     alpha            of ``eaft`` the power of the entropy; of ``asft`` the weight of the KL to the reference
     beta             of the divergence from the reference: 0 is KL(reference || policy)
     top_k            of the reference's tokens that it compares, with all others as one more; 0 compares all
-    own              numbers of a plugin's loss, by their keys
+    own              all numbers of a plugin's loss, by their keys
     """
 
     loss: str = "cross_entropy"
@@ -261,7 +261,7 @@ class FeedbackSettings:
     """The numbers of these losses: KTO's lambdas are the two weights.
 
     sft_weight  what a good answer's cross-entropy per token counts beside the loss; no lambda scales it
-    own         numbers of a plugin's loss, by their keys
+    own         all numbers of a plugin's loss, by their keys
     """
 
     beta: float = 0.1

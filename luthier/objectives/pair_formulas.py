@@ -230,7 +230,7 @@ class PairSettings:
     alphapo_alpha     how AlphaPO bends log-probabilities; 0 leaves them
     bco_share         of MPO: how much of the loss is BCO's, the rest is DPO's
     sft_weight        what the chosen answer's cross-entropy per token counts beside the loss
-    own               numbers of a plugin's loss, by their keys
+    own               all numbers of a plugin's loss, by their keys
     """
 
     beta: float = 0.1

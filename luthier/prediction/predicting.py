@@ -49,7 +49,7 @@ from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, Conversation, Feedback, Preference, Row, Sample, Segment
 from luthier.sources.origins import resolve_sources
 from luthier.sources.source import open_sources
-from luthier.store import MANIFEST, store_folder
+from luthier.store.format import MANIFEST, store_folder
 from luthier.training.data import are_among, digest_of_rows
 from luthier.training.folder import FILES
 from luthier.training.folder.checkpoint import read_json

@@ -25,10 +25,8 @@ from luthier.preparation.workers import RowEncoder
 from luthier.records import Ints
 from luthier.sources.origins import resolve_sources
 from luthier.sources.source import Source, open_sources
-from luthier.store import SampleStore, store_folder
-from luthier.store.format import SPOOL
-
-__all__ = ["Prepared", "PreparedSet", "Progress", "prepare"]
+from luthier.store import SampleStore
+from luthier.store.format import SPOOL, store_folder
 
 QUARANTINE_FILE = "quarantine.jsonl"
 PREVIEW_FILE = "quarantine.preview.jsonl"

@@ -22,8 +22,8 @@ from luthier.preparation.workers import Chunk, Outcome, RowEncoder, encode_chunk
 from luthier.records import SAMPLES_VERSION, Address, Ints
 from luthier.sources import RowBytes
 from luthier.sources.source import Source, id_digests
-from luthier.store import SHARD_BYTES, SampleStore, StoreWriter, row_key
-from luthier.store.format import KEY_BYTES, digest_of_folder, key_in_folder, read_counts
+from luthier.store import SHARD_BYTES, SampleStore, StoreWriter
+from luthier.store.format import KEY_BYTES, digest_of_folder, key_in_folder, read_counts, row_key
 from luthier.writing import counted
 
 _NO_TARGET = RowDropped("no_target", "no token of it is to be learned")
@@ -116,7 +116,7 @@ PORTION_ROWS = 2_000
 
 
 class ReadsRows(Protocol):
-    """What resolving needs of `sources.RowIndex`."""
+    """What resolving needs of `sources.row_index.RowIndex`."""
 
     def __len__(self) -> int:
         """Rows there are."""

@@ -101,12 +101,12 @@ def encode_chunks(
             yield from _encode_here_first(chunks, encoder, readers, num_workers, bytes_left)
         elif workers == 0:
             for chunk in chunks:
-                yield chunk.tag, encode_rows(encoder, readers, chunk.rows, chunk.source_ids)
+                yield chunk.tag, encode_read_rows(encoder, readers, chunk.rows, chunk.source_ids)
         else:
             yield from _encode_elsewhere(chunks, encoder, readers, workers)
 
 
-def encode_rows(
+def encode_read_rows(
     encoder: RowEncoder, readers: Sequence[RowReader], rows: Sequence[RowBytes], source_ids: Sequence[int]
 ) -> list[Outcome]:
     """Decode, convert and encode; one outcome per row."""
@@ -162,7 +162,7 @@ def _encode_here_first(
 ) -> Iterator[tuple[Tag, list[Outcome]]]:
     bytes_here = 0
     for chunk in chunks:
-        yield chunk.tag, encode_rows(encoder, readers, chunk.rows, chunk.source_ids)
+        yield chunk.tag, encode_read_rows(encoder, readers, chunk.rows, chunk.source_ids)
         bytes_here += chunk.num_bytes
         if num_workers > 1 and bytes_here >= BYTES_HERE and bytes_left() >= BYTES_WORTH_WORKERS:
             yield from _encode_elsewhere(chunks, encoder, readers, num_workers)
@@ -238,6 +238,6 @@ def end_with_parent(parent: int) -> None:
 def _encode_in_worker(rows: Sequence[RowBytes], source_ids: Sequence[int]) -> list[Outcome]:
     faulthandler.dump_traceback_later(_worker_limit, exit=True)  # the parent waits for us
     try:
-        return encode_rows(_worker_encoder, _worker_readers, rows, source_ids)
+        return encode_read_rows(_worker_encoder, _worker_readers, rows, source_ids)
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from luthier.errors import PluginError, TemplateError
-from luthier.plugins import Table
+from luthier.plugins import Table, refuse_text
 from luthier.writing import counted
 
 EOS = "eos_token"  # stands for whatever the tokenizer's end-of-sequence token is
@@ -416,6 +416,7 @@ def register_template(template: NamedTemplate) -> None:
         raise PluginError(
             f"the chat template {template.name!r} has no source", hint="give it the template's Jinja text"
         )
+    refuse_text(f"the chat template {template.name!r}", template.stops, template.tokens, template.aliases)
     for name in (template.name, *template.aliases):
         _BY_NAME.add(name, template)
 

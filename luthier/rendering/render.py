@@ -33,7 +33,7 @@ from luthier.rendering import (
     without_empty_thinking,
 )
 from luthier.rendering.answers import TAG, require_answer
-from luthier.rendering.blueprint import CONTROL_STRING, UNASKED, Blueprint, Filled, build_blueprint
+from luthier.rendering.blueprint import Blueprint, Filled, build_blueprint
 from luthier.rendering.openings import closing_of_thought, ending_of
 from luthier.rendering.paths import Path, Weigh, can_be_asked, cut_paths, learned_spans, paths_of, prompt_path
 from luthier.rendering.prefixes import LONG, Joint, Judge, NotLocal, uncollected
@@ -44,8 +44,6 @@ from luthier.rendering.template import ChatTemplate
 from luthier.rendering.text_references import AlphabetFull, RowString, exchanged, message_shape
 from luthier.rendering.trained_turns import known_tags, notation_of
 from luthier.writing import counted
-
-__all__ = ["CONTROL_STRING", "UNASKED", "Filled", "Renderer"]
 
 # The note of a row with a thought in tags that the template does not know though the tokenizer has them.
 THOUGHT_IN_LETTERS = "thought tags learned as letters (template.control makes them tokens)"

@@ -17,8 +17,6 @@ from luthier.records import Conversation, Document, Message, Part, TargetRule, T
 from luthier.rendering.trace import Owner
 from luthier.rendering.trained_turns import CompletionSpan
 
-__all__ = ["TargetRule", "apply_rules", "rules_from_config"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetPolicy:

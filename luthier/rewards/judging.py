@@ -180,7 +180,7 @@ class RewardJudge:
         of_row = found[metric].of_row
         if of_row is None:
             raise UserError(
-                f"rollout.rewards: the metric {metric!r} measures all answers together, not each one",
+                f"rollout.rewards: the metric {metric!r} gives no number for the text of one answer",
                 hint="take rougeL, exact, contains or regex:PATTERN",
                 key="rollout.rewards",
             )

@@ -25,7 +25,8 @@ from luthier.packing.order import hold_out_part
 from luthier.preparation import Prepared, PreparedSet, SourceInfo
 from luthier.preparation.resolver import ResolvedPortion
 from luthier.preparation.segments import SegmentIndex
-from luthier.store import SampleStore, store_folder
+from luthier.store import SampleStore
+from luthier.store.format import store_folder
 from luthier.training.folder.checkpoint import HELD_OUT_ROWS, read_json
 from luthier.training.report import DataSummary
 

@@ -3,7 +3,7 @@ from io import StringIO
 from rich.console import Console
 
 from luthier.cli import RateMeter, describe, preparing
-from luthier.preparation.prepare import Progress
+from luthier.preparation.resolver import Progress
 
 
 def report(read, *, tokens=0, share=None, split="train", lost=0):

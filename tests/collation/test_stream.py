@@ -15,8 +15,8 @@ from luthier.packing.epoch import describe, plan_epoch
 from luthier.preparation import PreparedSet, SourceInfo
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Branch, Pack, Sample
-from luthier.store import SampleStore, StoreWriter, row_key
-from luthier.store.format import freeze_sample
+from luthier.store import SampleStore, StoreWriter
+from luthier.store.format import freeze_sample, row_key
 
 FINGERPRINT = "ab" * 32
 

@@ -25,8 +25,8 @@ import filelock  # noqa: F401  the first lock imports it, which would be most of
 import numpy as np
 
 from luthier.preparation.sharing import SharedWork
-from luthier.store import SampleStore, StoreWriter, row_key
-from luthier.store.format import EncodedSample
+from luthier.store import SampleStore, StoreWriter
+from luthier.store.format import EncodedSample, row_key
 from tests.conftest import HANG_SECONDS
 
 FINGERPRINT = "ef" * 32

@@ -17,8 +17,9 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError, SourceError
 from luthier.ledger import Ledger
+from luthier.preparation import Prepared
 from luthier.preparation import prepare as preparing
-from luthier.preparation.prepare import Prepared, prepare
+from luthier.preparation.prepare import prepare
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import BLANK_ANSWER, Sample
 from tests.conftest import reason_is

@@ -14,8 +14,8 @@ import luthier
 from luthier.errors import RowError
 from luthier.presets import tokenizer_folder
 from luthier.records import Sample
-from luthier.store import SampleStore, StoreWriter, row_key
-from luthier.store.format import freeze_sample
+from luthier.store import SampleStore, StoreWriter
+from luthier.store.format import freeze_sample, row_key
 from tests.conftest import reason_is
 
 PAIR = {"prompt": "Which is best?", "chosen": "This one.", "rejected": "That one, I think.", "margin": 0.5}

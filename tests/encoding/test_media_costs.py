@@ -17,8 +17,8 @@ from luthier.packing.epoch import plan_epoch, straggler_factor
 from luthier.preparation import PreparedSet, SourceInfo
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Branch, Image, ImageHeader, MediaItem, Sample
-from luthier.store import SampleStore, StoreWriter, row_key
-from luthier.store.format import freeze_sample, measure_encoders
+from luthier.store import SampleStore, StoreWriter
+from luthier.store.format import freeze_sample, measure_encoders, row_key
 
 FINGERPRINT = "ab" * 32
 

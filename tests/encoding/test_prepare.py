@@ -326,7 +326,7 @@ def test_auto_starts_processes_only_when_enough_is_to_be_encoded(tmp_path, make_
     def elsewhere(chunks, encoder, readers, num_workers):
         started.append(num_workers)
         for chunk in chunks:
-            yield chunk.tag, workers.encode_rows(encoder, readers, chunk.rows, chunk.source_ids)
+            yield chunk.tag, workers.encode_read_rows(encoder, readers, chunk.rows, chunk.source_ids)
 
     monkeypatch.setattr(workers, "_encode_elsewhere", elsewhere)
     rows = write(tmp_path / "rows.jsonl", [line(f"row {n}") for n in range(40)])

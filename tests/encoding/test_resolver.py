@@ -11,8 +11,8 @@ from luthier.ledger import Ledger
 from luthier.preparation.resolver import ResolvedPortion, conversion_of, resolve_portions
 from luthier.records import Branch, Sample
 from luthier.sources.source import open_sources
-from luthier.store import SampleStore, row_key, store_folder
-from luthier.store.format import measure_leaves
+from luthier.store import SampleStore
+from luthier.store.format import measure_leaves, row_key, store_folder
 
 FINGERPRINT = "ab" * 32
 

@@ -13,8 +13,8 @@ from luthier.packing.epoch import plan_epoch
 from luthier.preparation import PreparedSet, SourceInfo
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Branch, Sample
-from luthier.store import SampleStore, StoreWriter, row_key
-from luthier.store.format import freeze_sample
+from luthier.store import SampleStore, StoreWriter
+from luthier.store.format import freeze_sample, row_key
 from tests.conftest import examples, refused
 
 FINGERPRINT = "ab" * 32

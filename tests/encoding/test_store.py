@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from luthier import store as store_module
 from luthier.errors import StoreError
 from luthier.records import Address, Branch, Sample
-from luthier.store import MANIFEST, SampleStore, StoreWriter, row_key, store_folder
+from luthier.store import SampleStore, StoreWriter
 from luthier.store.disk import Disk
-from luthier.store.format import build_shard, freeze_sample
+from luthier.store.format import MANIFEST, build_shard, freeze_sample, row_key, store_folder
 from tests.conftest import HANG_SECONDS, examples
 
 FINGERPRINT = "ab" * 32

@@ -11,9 +11,9 @@ import pytest
 from luthier import __version__
 from luthier.errors import StoreError, UserError
 from luthier.records import Branch, Sample
-from luthier.store import SampleStore, StoreWriter, row_key
+from luthier.store import SampleStore, StoreWriter
 from luthier.store.care import clean_stores, export_store, list_stores
-from luthier.store.format import FORMAT, MANIFEST, WORK, freeze_sample, store_folder
+from luthier.store.format import FORMAT, MANIFEST, WORK, freeze_sample, row_key, store_folder
 from luthier.writing import SharedLock
 
 DAY = 86_400

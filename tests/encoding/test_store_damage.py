@@ -9,9 +9,9 @@ import pytest
 
 from luthier.errors import StoreError
 from luthier.records import Branch, Sample
-from luthier.store import MANIFEST, SampleStore, StoreWriter, row_key
+from luthier.store import SampleStore, StoreWriter
 from luthier.store.care import verify_store
-from luthier.store.format import freeze_sample
+from luthier.store.format import MANIFEST, freeze_sample, row_key
 
 FINGERPRINT = "12" * 32
 

@@ -18,9 +18,10 @@ from luthier.errors import StoreError
 from luthier.preparation import work_units as units_room
 from luthier.preparation.prepare import prepare
 from luthier.presets import dataset_rows
-from luthier.store import SampleStore, store_folder
+from luthier.store import SampleStore
 from luthier.store.care import verify_store
 from luthier.store.disk import Disk
+from luthier.store.format import store_folder
 from tests.faults.killing import FailsOnce, Findings, Kills, before_each, die_at, has_done, tell_progress
 
 MOST = 60  # operations of the disk between two kills: all of it takes 350, and the first commit is the 26th

@@ -11,8 +11,8 @@ from luthier.layout import prompt_tree
 from luthier.ledger import Ledger
 from luthier.preparation import PreparedSet, SourceInfo
 from luthier.records import Sample, Segment
-from luthier.store import SampleStore, StoreWriter, row_key
-from luthier.store.format import freeze_sample
+from luthier.store import SampleStore, StoreWriter
+from luthier.store.format import freeze_sample, row_key
 
 FINGERPRINT = "cd" * 32
 

@@ -14,8 +14,8 @@ from luthier.ledger import Ledger
 from luthier.loader.reader import PLACE, BatchReader, PlannedMicroBatch
 from luthier.preparation import PreparedSet, SourceInfo
 from luthier.records import Branch, Sample
-from luthier.store import SampleStore, StoreWriter, row_key
-from luthier.store.format import freeze_sample
+from luthier.store import SampleStore, StoreWriter
+from luthier.store.format import freeze_sample, row_key
 
 FINGERPRINT = "ab" * 32
 PACKED = CollateSettings(packed=True, pad_token_id=0)

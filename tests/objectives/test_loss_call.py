@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import luthier
-from luthier.config.objective import LOSSES
+from luthier.config.objective import LOSSES, ObjectiveConfig
 from luthier.objectives import Head
 from luthier.objectives.hidden_loss import hidden_loss_sum
 from luthier.objectives.loss_sums import FeedbackScores, feedback_loss_sum, pair_loss_sum, reward_loss_sum
 from luthier.objectives.pair_formulas import SequenceScores, pair_scores
+from luthier.training.losses import answer_settings, token_settings
 
 U = 6
 PAIRS_P2 = torch.arange(2 * U).reshape(U, 2)
@@ -86,6 +87,36 @@ def test_losses_of_each_unit_are_taken_as_they_are(kind: str) -> None:
     found = call(registered(objective, right))
     found.loss_sum.backward()
     assert found.loss_sum.shape == () and torch.isfinite(found.loss_sum)
+
+
+@pytest.mark.parametrize("kind", ["targets", "targets of a function"])
+def test_a_loss_of_targets_has_the_mean_of_the_logits_with_its_slope(kind: str) -> None:
+    """Label smoothing as a plugin writes it, beside Luthier's own."""
+
+    def smooth(known: luthier.TokenQuantities, settings: luthier.TokenSettings) -> torch.Tensor:
+        return -0.9 * known.logps_C + 0.1 * (known.lse_C - known.mean_logits_C)
+
+    weight_VD, found = torch.randn(9, 4), []
+    head: Any = Head(weight_VD=weight_VD) if kind == "targets" else lambda rows: rows @ weight_VD.T
+    mine = luthier.TokenSettings(loss=registered("sft", smooth))
+    for settings in (mine, luthier.TokenSettings(label_smoothing=0.1)):
+        hidden_KD = torch.linspace(-1, 1, 4 * U).reshape(U, 4).requires_grad_()
+        loss = hidden_loss_sum(hidden_KD, head, torch.arange(U), None, settings=settings).loss_sum
+        loss.backward()
+        found.append(torch.cat([loss.detach()[None], hidden_KD.grad.flatten()]))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo", "kto"])
+def test_a_loss_finds_all_of_its_numbers_by_their_keys(objective: str) -> None:
+    numbers = {"beta": 0.3, "mine_share": 2.0}
+    luthier.register_loss(
+        luthier.Loss(name="mine", objectives=(objective,), function=print, numbers=numbers, formula="", says="")
+    )
+    config = ObjectiveConfig(name=objective, loss="mine", beta=0.4)
+    kinds = {"dpo": luthier.PairSettings, "kto": luthier.FeedbackSettings}
+    settings = token_settings(config) if objective == "sft" else answer_settings(config, kinds[objective])
+    assert settings.own == {"beta": 0.4, "mine_share": 2.0}
 
 
 @pytest.mark.parametrize("odd", ODD)

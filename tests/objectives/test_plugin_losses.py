@@ -200,6 +200,60 @@ def test_a_mean_is_found_before_the_first_step() -> None:
     assert not Path("out/log.jsonl").exists() or "loss" not in Path("out/log.jsonl").read_text(encoding="utf-8")
 
 
+class EachAnswer(luthier.Stateless):
+    """Each answer counts the same, whatever its length; nothing is compared."""
+
+    measured = ()
+
+    def __init__(self, forward: luthier.ModelPass, num_sources: int, *, counts_pairs: bool = False) -> None:
+        self.forward, self.num_sources, self.counts_pairs = forward, num_sources, counts_pairs
+
+    def num_units(self, batch: luthier.Batch) -> int:
+        return len(batch.units) if self.counts_pairs else batch.num_segments
+
+    def loss(self, model: torch.nn.Module, batch: luthier.Batch) -> luthier.MicroLoss:
+        scored, targets = self.forward.token_scores(model, batch)
+        sums_S = torch.zeros(batch.num_segments).index_add(0, targets.segments_K, -scored.scores.logps_K)
+        losses_S = sums_S / torch.bincount(targets.segments_K, minlength=batch.num_segments)
+        found = luthier.SequenceLoss(loss_sum=losses_S.sum(), losses_U=losses_S.detach(), measures={})
+        return luthier.micro_loss(found, scored.anchor, batch, self.num_sources)
+
+
+def run_of_answers(**options: bool) -> dict[str, Any]:
+    """A run whose objective compares nothing, over two data sets."""
+    run = run_of(lambda found, _: found)
+    losses = lambda parts, forward, tell: (EachAnswer(forward, max(parts.num_sources), **options),) * 2  # noqa: E731
+    OBJECTIVES._rows["mine"] = replace(OBJECTIVES["mine"], rows=luthier.RowKind.ANSWER, losses=losses)
+    for name, answer in (("a", "right"), ("b", "left, and then right again")):
+        row = {"messages": [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": answer}]}
+        Path(f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 4, encoding="utf-8")
+    run["data"] |= {"train": ["a.jsonl", "b.jsonl"]}
+    run["train"] = {"max_steps": 1, "per_device_train_batch_size": 8}
+    return run
+
+
+@pytest.mark.usefixtures("_own_tables")
+def test_answers_that_are_not_compared_are_counted_one_by_one_and_by_data_set() -> None:
+    (first,) = luthier.train(run_of_answers()).steps
+    assert first.targets_by_source == {"a.jsonl": 4, "b.jsonl": 4}
+    assert first.loss == pytest.approx(sum(first.loss_by_source.values()) / 2)
+
+
+@pytest.mark.usefixtures("_own_tables")
+def test_an_objective_that_counts_what_it_does_not_have_is_refused() -> None:
+    with pytest.raises(luthier.PluginError, match="num_units"):
+        luthier.train(run_of_answers(counts_pairs=True))
+
+
+@pytest.mark.usefixtures("_own_tables")
+@pytest.mark.parametrize("default_loss", ["nowhere", "cross_entropy"])
+def test_an_objective_whose_default_loss_is_none_of_its_own_is_told(default_loss: str) -> None:
+    run = run_of(lambda found, _: found)
+    OBJECTIVES._rows["mine"] = replace(OBJECTIVES["mine"], default_loss=default_loss)
+    with pytest.raises(luthier.UserError, match=default_loss):
+        luthier.load_config(run)
+
+
 @pytest.mark.usefixtures("_own_tables")
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
 def test_a_sum_trains_as_without_the_look(monkeypatch: pytest.MonkeyPatch, packing: str) -> None:

@@ -13,8 +13,8 @@ from luthier.config.schema import RunConfig
 from luthier.ledger import Ledger
 from luthier.preparation import Prepared, PreparedSet, SourceInfo
 from luthier.records import Branch, Sample
-from luthier.store import SampleStore, StoreWriter, row_key
-from luthier.store.format import freeze_sample
+from luthier.store import SampleStore, StoreWriter
+from luthier.store.format import freeze_sample, row_key
 from luthier.training.data import RunData, open_run_data
 
 FINGERPRINT = "ef" * 32

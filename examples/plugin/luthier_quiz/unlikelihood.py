@@ -59,6 +59,8 @@ class UnlikelihoodLosses(luthier.Stateless):
             0, own_U[good_U], True
         )
         losses_K = token_unlikelihood(logps_K, good_S[segments_K], self.numbers)
+        if targets.weights_K is not None:  # those that rows bring
+            losses_K = losses_K * targets.weights_K
         lengths_S = torch.bincount(segments_K, minlength=batch.num_segments).clamp(min=1)
         zeros_S = torch.zeros(batch.num_segments, dtype=losses_K.dtype, device=losses_K.device)
         losses_U = (zeros_S.index_add(0, segments_K, losses_K) / lengths_S)[own_U]

@@ -20,7 +20,7 @@ from luthier.media.families import (
     rows_tiles,
     rules,
 )
-from luthier.plugins import Table
+from luthier.plugins import Table, refuse_text
 from luthier.records import ImageHeader
 
 _ROWS: tuple[Family, ...] = (
@@ -44,6 +44,7 @@ def register_family(family: Family) -> None:
     Raises `PluginError` where there is one of this name, where it names a processor of another family for no model type
     of its own, or where it has no version.
     """
+    refuse_text(f"the family {family.name!r}", family.processors, family.model_types)
     if not family.version:
         raise PluginError(f"the family {family.name!r} has no version", hint="give it one, and another when it changes")
     for other in FAMILIES.values():

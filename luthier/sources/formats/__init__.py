@@ -9,10 +9,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import pairwise
+from typing import Any
 
 from luthier.config.choices import MAX_WEIGHT, SameRole
 from luthier.errors import PluginError, RowError
-from luthier.records import Audio, Image, Part, TargetRule, Text, Thinking, ToolCall, Video
+from luthier.plugins import refuse_text
+from luthier.records import (
+    Audio,
+    Conversation,
+    Document,
+    Feedback,
+    Image,
+    Message,
+    Part,
+    Preference,
+    TargetRule,
+    Text,
+    Thinking,
+    Tokenized,
+    ToolCall,
+    Video,
+)
 from luthier.sources import decode_text, json_kind
 from luthier.writing import counted
 
@@ -100,12 +117,34 @@ def build_tags(
 
 def check_columns(kind: str, columns: Mapping[str, Sequence[str]], needs: Iterable[Sequence[str]]) -> None:
     """Raises `PluginError` where the columns of a format are no tuples of names, or where it needs one it has not."""
-    for names in (*columns.values(), *needs):
-        if isinstance(names, str):
-            hint = f"a tuple of one name has a comma: ({names!r},); needs is a tuple of such tuples"
-            raise PluginError(f"the format {kind!r} has a text, {names!r}, where a tuple of names stands", hint=hint)
+    refuse_text(f"the format {kind!r}", *columns.values(), *needs, besides="; needs is a tuple of such tuples")
     for wanted in (one for names in needs for one in names if one not in columns):
         raise undeclared(kind, wanted, "needs", columns)
+
+
+def check_record(what: str, row: object) -> None:
+    """Raises `PluginError` where a plugin's format, ``what``, has made something else of a row than a record."""
+    match row:
+        case Conversation():
+            messages: Sequence[Any] = row.messages
+        case Preference():
+            messages = (*row.prompt, *row.chosen, *row.rejected)
+        case Feedback():
+            messages = (*row.prompt, *row.completion)
+        case Document() | Tokenized():
+            messages = ()
+        case _:
+            hint = "return what reading.conversation, document, preference or feedback gives"
+            raise PluginError(f"{what} gives a {type(row).__name__}, which is no record of a row", hint=hint)
+    for message in messages:
+        if not isinstance(message, Message) or message.role not in ROLES:
+            hint = f"give a luthier.Message, whose role is one of: {', '.join(ROLES)}"
+            raise PluginError(f"{what} gives the message {str(message)[:80]}", hint=hint)
+    of_document: Sequence[Any] = row.parts if isinstance(row, Document) else ()
+    for part in (*of_document, *(part for message in messages for part in message.parts)):
+        if not isinstance(part, Part):
+            hint = "give a list of luthier.Text and others; reading.media.split(text) makes one of a text"
+            raise PluginError(f"{what} gives the part {str(part)[:40]!r}, which is a {type(part).__name__}", hint=hint)
 
 
 def undeclared(kind: str, name: str, how: str, columns: Iterable[str]) -> PluginError:

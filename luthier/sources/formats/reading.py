@@ -183,7 +183,7 @@ class Reading:
 
     def label(self) -> bool:
         """The verdict of a feedback row; raises `RowError` if it is neither true nor false."""
-        value = self._values.get("kto_tag")
+        value = self.column("kto_tag")
         if type(value) in (bool, int, float) and value in (0, 1):
             return bool(value)
         if type(value) is str and value.strip().lower() in _LABEL_WORDS:
@@ -337,7 +337,9 @@ class Reading:
 
     def _no_prompt(self) -> RowError:
         if not (self._has("prompt") or self._has("query")):
-            return self.missing("prompt") if "prompt" in self.columns else self.missing("messages")
+            name = "prompt" if "prompt" in self.columns else "messages"
+            self.column(name)  # raises where a plugin's format has neither
+            return self.missing(name)
         return RowError("empty_prompt", "the question is empty", field=self.field("prompt"))
 
     def _history(self) -> list[Message]:

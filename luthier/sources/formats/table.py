@@ -26,7 +26,7 @@ from luthier.records import (
     Tokenized,
 )
 from luthier.sources import json_kind
-from luthier.sources.formats import check_columns, mark_spans, read_spans
+from luthier.sources.formats import check_columns, check_record, mark_spans, read_spans
 from luthier.sources.formats.reading import Reading
 from luthier.writing import counted
 
@@ -65,11 +65,6 @@ def convert_prompt_completion(reading: Reading) -> Row:
     if reading.layout.rendered:
         return _rendered_pair(reading)
     return _answered(reading, mark_prompt=reading.train_on() != "all")
-
-
-def convert_prompt(reading: Reading) -> Conversation:
-    """A question to which the run draws answers itself; what else the row has is for what judges them."""
-    return reading.conversation(reading.prompt())
 
 
 def convert_text(reading: Reading) -> Document:
@@ -406,7 +401,7 @@ _ROWS: Mapping[str, FormatRule] = {
         needs=(("prompt", "response"),),
         convert=convert_prompt_completion,
     ),
-    Format.PROMPT: FormatRule(
+    Format.PROMPT: FormatRule(  # the run draws answers itself; what else a row has is for what judges them
         columns={
             "prompt": ("prompt", "question", "problem", "instruction"),
             "query": ("input",),
@@ -415,7 +410,7 @@ _ROWS: Mapping[str, FormatRule] = {
             **_WEIGHT,
         },
         needs=(("prompt",),),
-        convert=convert_prompt,
+        convert=lambda reading: reading.conversation(reading.prompt()),
     ),
     Format.PREFERENCE: FormatRule(
         columns={
@@ -491,9 +486,12 @@ def register_format(name: str, rule: FormatRule) -> None:
 
 
 def _converted(name: str, convert: Callable[[Reading], Row], reading: Reading) -> Row:
+    what = f"the format {name!r} of {FORMATS.added_by(name)}, at {reading.address},"
     try:
-        return convert(reading)
+        row = convert(reading)
     except (LuthierError, MemoryError):
         raise
     except Exception as error:
-        raise failure_of(f"the format {name!r} of {FORMATS.added_by(name)}, at {reading.address},", error) from error
+        raise failure_of(what, error) from error
+    check_record(what, row)
+    return row

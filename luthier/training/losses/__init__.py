@@ -337,10 +337,12 @@ def entropy_of(scores: TokenScores, where_K: torch.Tensor | None = None) -> Meas
 
 
 def micro_loss(found: SequenceLoss, anchor: torch.Tensor, batch: Batch, num_sources: int) -> MicroLoss:
-    """What the units of a micro-batch add to the step, told apart by source where there are several."""
+    """What the units of a micro-batch add to the step, told apart by source where there are several. Where nothing is
+    compared each segment is a unit."""
     by_source = None
     if num_sources > 1:
-        sources_U = torch.tensor([batch.sources[unit.segments[0]] for unit in batch.units], dtype=torch.int64)
+        first_U = [unit.segments[0] for unit in batch.units] or range(found.num_units)
+        sources_U = torch.tensor([batch.sources[segment] for segment in first_U], dtype=torch.int64)
         counted_2U = torch.stack([found.losses_U, torch.ones_like(found.losses_U)]).double()
         by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=anchor.device)
         by_source.index_add_(1, sources_U.to(anchor.device), counted_2U)
@@ -391,8 +393,6 @@ class AnswerLosses:
 
 
 _ALPHA_OF = {"eaft": "eaft_alpha", "asft": "asft_alpha"}
-_BETA, _TOP_K = "gkd_beta", "gkd_top_k"
-_ELSEWHERE = ("ld_alpha",)  # acts on the sums over targets, before any loss
 _Settings = TypeVar("_Settings", PairSettings, FeedbackSettings)
 
 
@@ -404,23 +404,19 @@ def token_settings(objective: ObjectiveConfig) -> TokenSettings:
         label_smoothing=numbers.get("label_smoothing", 0.0),
         z_loss=numbers.get("z_loss", 0.0),
         alpha=objective.number(_ALPHA_OF[loss]) if loss in _ALPHA_OF else 1.0,
-        beta=numbers.get(_BETA, 0.0),
-        top_k=int(numbers.get(_TOP_K, 0)),
-        own=_others(objective, TokenSettings, *_ALPHA_OF.values(), _BETA, _TOP_K),
+        beta=numbers.get("gkd_beta", 0.0),
+        top_k=int(numbers.get("gkd_top_k", 0)),
+        own=_of_plugin(objective),
     )
 
 
 def answer_settings(objective: ObjectiveConfig, kind: type[_Settings]) -> _Settings:
-    """Of an objective that learns from compared answers: the numbers that ``kind`` has a field for, and others."""
-    numbers = {key: number for key, number in objective.numbers.items() if key in _names(kind)}
-    return kind(**numbers, own=_others(objective, kind))
+    """Of an objective that learns from compared answers: the numbers that ``kind`` has a field for."""
+    names = {field.name for field in fields(kind)} - {"own"}
+    numbers = {key: number for key, number in objective.numbers.items() if key in names}
+    return kind(**numbers, own=_of_plugin(objective))
 
 
-def _others(objective: ObjectiveConfig, kind: type, *known: str) -> dict[str, float]:
-    """Those of a plugin's loss."""
-    known = (*known, *_names(kind), *_ELSEWHERE)
-    return {key: number for key, number in objective.numbers.items() if key not in known}
-
-
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
+def _of_plugin(objective: ObjectiveConfig) -> dict[str, float]:
+    """All numbers of a plugin's loss, by their keys: a field of the settings may mean something else."""
+    return objective.numbers if objective.loss_name in LOSSES.added() else {}

@@ -29,6 +29,7 @@ from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch
 from luthier.training.losses import AnswerLosses, BothLosses, MicroLoss, ObjectiveParts, Reduce, StepLosses, Tell
 from luthier.training.streams import EvalStream, World
+from luthier.writing import counted
 
 NAMES = ("forward", "measured", "num_units", "begin_step", "loss", "end_step", "state", "load_state")
 FEW, MANY = 2, 4  # copies of a row, of which a sum is twice as large and a mean the same
@@ -81,7 +82,11 @@ class PluginLosses:
         return self.own.measured
 
     def num_units(self, batch: Batch) -> int:
-        return self._count(_called(self.what, self.own.num_units, batch), "num_units(batch)")
+        units = self._count(_called(self.what, self.own.num_units, batch), "num_units(batch)")
+        if not units and not batch.units and batch.num_targets:  # nothing would be learned, or divided by anything
+            hint = "where nothing is compared batch.units is empty: count batch.num_targets, or batch.num_segments"
+            raise self._odd(f"num_units(batch) is 0, and the batch has {counted(batch.num_targets, 'target')}", hint)
+        return units
 
     def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: Reduce) -> None:
         _called(self.what, self.own.begin_step, model, batches, reduce)
@@ -200,6 +205,8 @@ def _refuse_means(losses: PluginLosses, parts: ObjectiveParts) -> None:
     with casting(parts.device, parts.autocast), evaluating(parts.model), torch.no_grad():
         (few, few_batches), (many, many_batches) = (_of_copies(losses, parts, copies) for copies in (FEW, MANY))
     losses.load_state(before)
+    if not few_batches or not many_batches:
+        return
     as_mean, as_sum = few * many_batches / few_batches, few * MANY / FEW
     if abs(many - as_mean) < 0.1 * abs(as_sum - as_mean):
         what = (
