@@ -149,6 +149,23 @@ def test_a_walk_that_leads_to_nothing_is_found() -> None:
     assert absent_names("`Problem.place` (`errors.py`)") == ["errors.py: Problem.place"]
 
 
+OTHERS = {"rewards.py", "resampler.py", "modeling_minicpmv.py", "modeling_minicpmo.py"}  # a user's, and of models
+
+
+def absent_files(page: str) -> set[str]:
+    """Files of Python that a page names outside of its blocks, and that are neither here nor somebody else's."""
+    named = set(re.findall(r"`([\w/]+\.py)`", re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)))
+    folders = ("luthier", "tests", "examples", "scripts", "benchmarks")
+    there = [path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return {name for name in named - OTHERS if not any(path.endswith(f"/{name}") for path in there)}
+
+
+def test_pages_name_files_that_are_there() -> None:
+    for page in [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        assert absent_files(page.read_text(encoding="utf-8")) == set(), page.name
+    assert absent_files("`families/table.py`, `families/no_table.py`") == {"families/no_table.py"}
+
+
 # ---------------------------------------- how-to pages
 
 
