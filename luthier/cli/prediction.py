@@ -79,6 +79,9 @@ def predict(  # noqa: PLR0913
     [dim]Example[/]   luthier predict output/quickstart --data questions.jsonl generate.max_new_tokens=64
     """
     with reporting(json) as output:
+        import msgspec
+
+        from luthier.check.plan.stats import Contamination
         from luthier.config.loading import is_description, load_draft
 
         if not Path(run).expanduser().exists():  # told before torch is loaded
@@ -117,11 +120,7 @@ def predict(  # noqa: PLR0913
         if found.metrics["metrics"]:
             console.print(_table(found.metrics["metrics"]))
         if (held := found.metrics["contamination"]) is not None and held["found"]:
-            total, first = sum(held["counts"].values()), held["found"][0]
-            line = (
-                f"{counted(total, 'row stands', 'rows stand')} in the training data, the first: "
-                f"{first['row']} = {first['train_row']}"
-            )
+            line = msgspec.convert(held, Contamination).sentence
             console.print(f"[yellow]{escape(line)}[/] (metrics.json names them)", highlight=False)
         for reason, count in found.metrics["unjudged"].items():
             line = f"{counted(count, 'answer has', 'answers have')} no score of the judge: {reason}"

@@ -185,7 +185,7 @@ class Contamination:
 
     @property
     def sentence(self) -> str:
-        """``3 of 90 held-out rows found in the training data (2 exact, 1 alike); the first: a:3 = b:7``"""
+        """``of 90 held-out rows 3 are in the training data or like it (2 exact, 1 alike); the first: a:3, as b:7``"""
         looked = "" if self.train_rows == self.of_train_rows else f", of which the first {self.train_rows:,} were read"
         if not self.found:
             return (
@@ -193,11 +193,10 @@ class Contamination:
                 f"{counted(self.of_train_rows, 'training row')}{looked}"
             )
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.items())
-        first = f"the first: {self.found[0].row} = {self.found[0].train_row}"
-        total = sum(self.counts.values())
-        return (
-            f"{total:,} of {counted(self.rows, 'held-out row')} found in the training data ({kinds}){looked}; {first}"
-        )
+        first = f"the first: {self.found[0].row}, as {self.found[0].train_row}"
+        they_are = counted(sum(self.counts.values()), "is", "are")
+        of = f"of {counted(self.rows, 'held-out row')} {they_are} in the training data or like it"
+        return f"{of} ({kinds}){looked}; {first}"
 
 
 @dataclass(kw_only=True, slots=True)
