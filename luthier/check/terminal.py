@@ -45,11 +45,6 @@ VOICES: Mapping[str, str] = {
 }
 
 
-def facts_line(facts: Mapping[str, str]) -> Text:
-    """Under which settings the tokens were made, in a line or two."""
-    return Text(" · ").join(Text.assemble((f"{name} ", "dim"), value) for name, value in facts.items())
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowText:
     """The row's text, segment by segment, targets in green or, where the terminal has no colours, in brackets; cut

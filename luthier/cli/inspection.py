@@ -266,9 +266,10 @@ def _number(row: str | None) -> int | None:
 
 
 def _print_rows(shown: library.Shown, output: Output) -> None:
-    from luthier.check.terminal import RowText, TokenTable, facts_line
+    from luthier.check.terminal import RowText, TokenTable
 
-    output.console.print(facts_line(shown.facts))
+    facts = (Text.assemble((f"{name} ", "dim"), value) for name, value in shown.facts.items())
+    output.console.print(Text(" · ").join(facts))
     for view in shown.rows:
         output.console.print()
         output.console.print(TokenTable(row=view))

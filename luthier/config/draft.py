@@ -113,11 +113,6 @@ class Draft:
         named = (self._known_key(found[0]) for found in _KEY.finditer(error.message))
         return next((key for key in named if key is not None), None) or self.key_of_class(error)
 
-    def leading_key(self, error: errors.UserError) -> str | None:
-        """The key that an error says itself, or that its message begins with."""
-        found = _KEY.match(error.message)
-        return error.key or (None if found is None else self._known_key(found[0]))
-
     def told(self, key: str, check: Callable[[], object]) -> Iterator[errors.Problem]:
         """What a check raises, as a problem: at the key that its message begins with, else at this one."""
         try:
@@ -129,7 +124,8 @@ class Draft:
 
     def at_its_key(self, error: errors.UserError, key: str) -> errors.Problem:
         """An error as a problem: at the key that its message begins with, else at this one."""
-        at = self.leading_key(error) or key
+        begins = _KEY.match(error.message)
+        at = error.key or (None if begins is None else self._known_key(begins[0])) or key
         return self.problem(at, error.message.removeprefix(f"{at}: "), error.hint or "see docs/config.md")
 
     def _placed(self, problem: errors.Problem) -> errors.Problem:

@@ -150,7 +150,8 @@ def _way_out(node: Node, schema: JsonSchema, path: KeyPath) -> str:
         return meant.told or f"did you mean {meant.value}? write {meant.key}: {meant.value}"
     match node:
         case Scalar(value=None):
-            hint = _for_nothing(schema)
+            keys_below = "write its keys below it, indented, or remove the line"
+            hint = keys_below if "properties" in schema else "give it a value, or remove the line"
         case Scalar(value=bool()):
             hint = _for_boolean(node, schema)
         case Scalar(value=str()):
@@ -168,12 +169,6 @@ def _way_out(node: Node, schema: JsonSchema, path: KeyPath) -> str:
         case _:
             pass
     return hint or _for_example(schema, path)
-
-
-def _for_nothing(schema: JsonSchema) -> str:
-    if "properties" in schema:
-        return "write its keys below it, indented, or remove the line"
-    return "give it a value, or remove the line"
 
 
 def _for_boolean(node: Scalar, schema: JsonSchema) -> str | None:

@@ -98,12 +98,14 @@ def _build(parsed: Parsed, name: str, overrides: Sequence[str], *, check_paths: 
     problems = list(parsed.problems)
     tree = parsed.tree
     if tree is not None and not isinstance(tree, MappingNode):
-        problems.append(_no_mapping(tree))
+        what = f"sections are needed, this is {show_value(tree)}"
+        hint = "begin with lines such as model: NAME and data: {train: FILE}, with a blank after each colon"
+        problems.append(Problem(where=str(tree.where), key="", what=what, hint=hint))
         tree = None
     if tree is None:
         _, more = apply_overrides(MappingNode(where=Where(source=name)), overrides)
         raise ConfigError([*problems, *more])
-    peer = peer_of(tree)
+    peer = next((peer for peer in PEERS if peer.is_its(tree)), None)  # the tool that it is written for, if not ours
     tree = _without_stores(tree, parsed.marked, RunConfig.model_fields if peer is None else peer.known)
     if peer is not None:
         return _build_theirs(peer, tree, problems, name, overrides, check_paths=check_paths, to_train=to_train)
@@ -169,11 +171,6 @@ def _without_stores(tree: MappingNode, marked: Collection[str], known: Collectio
     return replace(tree, entries={key: node for key, node in tree.entries.items() if key not in spare})
 
 
-def _no_mapping(tree: Node) -> Problem:
-    hint = "begin with lines such as model: NAME and data: {train: FILE}, with a blank after each colon"
-    return Problem(where=str(tree.where), key="", what=f"sections are needed, this is {show_value(tree)}", hint=hint)
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Overrides from the command line: ``train.learning_rate=1e-4``, ``data.train[0].path=x.jsonl``.
 
@@ -208,11 +205,9 @@ def _put_override(tree: Node, override: str) -> tuple[Node, list[Problem]]:
     try:
         return put(tree, path, value), []
     except LookupError as error:
-        return tree, [Problem(where=name, key=show_path(path), what=str(error.args[0]), hint=_see(key))]
-
-
-def _see(key: str) -> str:
-    return f"entries of a list are {key.split('[')[0]}[0], [1] …" if "[" in key else "look the key up in docs/config.md"
+        listed = f"entries of a list are {key.split('[')[0]}[0], [1] …"
+        hint = listed if "[" in key else "look the key up in docs/config.md"
+        return tree, [Problem(where=name, key=show_path(path), what=str(error.args[0]), hint=hint)]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -457,11 +452,6 @@ def _plain_value(value: object) -> object:
 PEERS = (TRL, LLAMA_FACTORY, LLAMA_FACTORY_V1, AXOLOTL, SWIFT, SWIFT_2)
 _ANEW = "write a run description: docs/howto/coming_from.md says how, and luthier quickstart writes one to begin with"
 _OF_SWIFT = frozenset({"train_type", "tuner_type", "rlhf_type", "freeze_vit", "freeze_aligner", "model_author"})
-
-
-def peer_of(tree: MappingNode) -> Peer | None:
-    """The tool that a description is written for; None for one of ours, and for one that nothing tells."""
-    return next((peer for peer in PEERS if peer.is_its(tree)), None)
 
 
 def unread_file(tree: MappingNode) -> Problem | None:

@@ -440,7 +440,9 @@ class _Feeding:
                 if kind == "eval":
                     self.num_kept += int((portion.sample_ids >= 0).sum())
                 self.num_files[kind] += len(portion.new_files)
-                self._hand_over(kind, replace(portion, file_ids=portion.file_ids + known))
+                numbered = replace(portion, file_ids=portion.file_ids + known)
+                publish(self.folder / portion_file(kind, self.num_handed[kind]), numbered.to_bytes())
+                self.num_handed[kind] += 1
                 if kind == "train" and self.num_handed[kind] == PORTIONS_IN_HASTE + 1:
                     os.nice(NICENESS)  # training has begun: on a CPU it goes first
 
@@ -449,10 +451,6 @@ class _Feeding:
             if self.stop.is_set():
                 return
             yield portion
-
-    def _hand_over(self, kind: str, portion: ResolvedPortion) -> None:
-        publish(self.folder / portion_file(kind, self.num_handed[kind]), portion.to_bytes())
-        self.num_handed[kind] += 1
 
 
 def needed_portions(order: RowOrder, after: FeedPlace | None = None) -> Iterator[Ints]:

@@ -285,7 +285,12 @@ class ArrivingRows(RowTable):
         ledger = Ledger.from_json(portion.ledger.to_json())
         kept = portion.sample_ids >= 0
         same = kept & np.isin(portion.sample_ids, self._held_out)
-        repeats = [same_as_held_out(self._address_in(portion, place)) for place in np.flatnonzero(same).tolist()]
+        repeats = [
+            same_as_held_out(
+                Address(file=self.files[int(portion.file_ids[place])], row=int(portion.row_numbers[place]))
+            )
+            for place in np.flatnonzero(same).tolist()
+        ]
         for error in repeats:
             ledger.lose_kept(error)
         places = np.flatnonzero(kept & ~same)
@@ -305,9 +310,6 @@ class ArrivingRows(RowTable):
         allowed = settings.max_drop * num_rows if settings.max_drop < 1 else settings.max_drop
         if self.ledger.lost > allowed:
             self.ledger.check(max_drop=settings.max_drop)
-
-    def _address_in(self, portion: ResolvedPortion, place: int) -> Address:
-        return Address(file=self.files[int(portion.file_ids[place])], row=int(portion.row_numbers[place]))
 
     def _cut(self, portion: ResolvedPortion, places: Ints, ledger: Ledger) -> SegmentIndex:
         """The rows of a portion at ``places``, cut to length; the ledger of the result says what that cost, too."""

@@ -105,8 +105,9 @@ def targeted(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) 
                 hint="name other modules, or train these whole (adapter.modules_to_save)",
             )
         if not matched and not (is_lora and _is_of_experts(model, pattern)):
+            where = f" in {', '.join(section.train_parts)} (adapter.train_parts)" if parts else ""
             raise ModelError(
-                f"adapter.target_modules: no linear module matches {pattern!r}{_of_parts(parts, section)}",
+                f"adapter.target_modules: no linear module matches {pattern!r}{where}",
                 hint=f"there are {', '.join(collapse(linear))}",
             )
         chosen.extend(name for name in matched if name not in unheard)
@@ -116,10 +117,6 @@ def targeted(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) 
 def _are_plain(patterns: Iterable[str]) -> bool:
     """Whether these are ends of names, such as PEFT takes them, or its word for all layers."""
     return all(re.fullmatch(r"\w+", pattern) or pattern == ALL_LINEAR for pattern in patterns)
-
-
-def _of_parts(parts: ModelParts, section: AdapterConfig) -> str:
-    return f" in {', '.join(section.train_parts)} (adapter.train_parts)" if parts else ""
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -312,7 +312,8 @@ def _restore_model(model: Any, checkpoint: Path) -> None:
 
 def _restore_adapter(model: PeftModel, checkpoint: Path) -> None:
     saved = load_file(checkpoint / SAFETENSORS_WEIGHTS_NAME)
-    present = {name: tuple(weight.shape) for name, weight in _saved_weights(model).items()}
+    own: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=saves_embeddings(model))
+    present = {name: tuple(weight.shape) for name, weight in own.items()}
     there = {name: tuple(weight.shape) for name, weight in saved.items()}
     differing = sorted(name for name in present.keys() | there.keys() if present.get(name) != there.get(name))
     if differing:
@@ -322,11 +323,6 @@ def _restore_adapter(model: PeftModel, checkpoint: Path) -> None:
             hint=_HINT,
         )
     set_peft_model_state_dict(model, saved)
-
-
-def _saved_weights(model: PeftModel) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=saves_embeddings(model))
-    return found
 
 
 # ---- The decoder layers of a model, compiled: one after the other, each a graph of its own, the same for all of a kind

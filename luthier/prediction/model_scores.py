@@ -17,13 +17,13 @@ import torch
 
 from luthier.config.choices import Packing
 from luthier.config.objective import ObjectiveConfig
-from luthier.config.schema import JudgeConfig, RunConfig
+from luthier.config.schema import RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.json_client import AnswerScorer, JudgedAnswer, Judgement, as_read
 from luthier.errors import UserError
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.settings import eval_settings
-from luthier.metrics import JUDGE, Answered, RowLoss
+from luthier.metrics import Answered, RowLoss
 from luthier.models.model import run_device, run_precision
 from luthier.models.sharding import place
 from luthier.packing import SegmentTable
@@ -43,11 +43,6 @@ from luthier.writing import JsonObject, write_text, write_whole
 JUDGEMENTS_FILE = "judgements.jsonl"  # its first line says who judges, and by which scale
 AnswerPlace = tuple[str, int, int]  # row, turn, sample
 Judgements = Mapping[AnswerPlace, Judgement]
-
-
-def asks_judge(config: JudgeConfig, metrics: Sequence[str] | None) -> bool:
-    """Whether a judge is asked: it is named, or all metrics are measured and it has a server."""
-    return config.url is not None if metrics is None else JUDGE in metrics
 
 
 def place_of(line: Mapping[str, Any]) -> AnswerPlace:
@@ -208,7 +203,7 @@ def losses_of(
     refused = {line["row"] for line in lines if line.get("refused", {}).get("reason") not in (None, "prompt_too_long")}
     segments = [segment for segment in segments if str(segment.address) not in refused]
     found = row_losses(config, tokenizer, model(), segments) if segments else []
-    keep_losses(folder, found)
+    write_text(folder / LOSSES_FILE, "".join(msgspec.json.encode(each).decode() + "\n" for each in found))
     return found
 
 
@@ -218,11 +213,6 @@ def kept_losses(folder: Path) -> list[RowLoss] | None:
     if not path.is_file():
         return None
     return [msgspec.json.decode(line, type=RowLoss) for line in path.read_bytes().split(b"\n") if line]
-
-
-def keep_losses(folder: Path, losses: Sequence[RowLoss]) -> None:
-    """Write them, a row a line."""
-    write_text(folder / LOSSES_FILE, "".join(msgspec.json.encode(each).decode() + "\n" for each in losses))
 
 
 def _evaluating(config: RunConfig, tokenizer: Tokenizer, longest: int) -> RunConfig:

@@ -34,17 +34,9 @@ from luthier.engines.http import HttpEngine, server_engine
 from luthier.engines.json_client import AnswerScorer, ServerUnreachable, patiently
 from luthier.errors import RowError, UserError
 from luthier.loader.settings import Loaded, load_rows
-from luthier.metrics import RowLoss, chosen_metrics, measured
+from luthier.metrics import JUDGE, RowLoss, chosen_metrics, measured
 from luthier.prediction import TrainedRun, open_run
-from luthier.prediction.model_scores import (
-    JUDGEMENTS_FILE,
-    LOSSES_FILE,
-    answers_in,
-    asks_judge,
-    judgements,
-    losses_of,
-    read_lines,
-)
+from luthier.prediction.model_scores import JUDGEMENTS_FILE, LOSSES_FILE, answers_in, judgements, losses_of, read_lines
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, Conversation, Feedback, Preference, Row, Sample, Segment
 from luthier.sources.origins import resolve_sources
@@ -168,7 +160,8 @@ def predict(
     if isinstance(engine, str):
         engine = server_engine(engine, opened.encoder.tokenizer, options.model)
     chosen, absent = chosen_metrics(options.metrics)
-    judge = AnswerScorer(opened.config.judge) if asks_judge(opened.config.judge, options.metrics) else None
+    is_judged = opened.config.judge.url is not None if options.metrics is None else JUDGE in options.metrics
+    judge = AnswerScorer(opened.config.judge) if is_judged else None
     settings = opened.settings
     _check_samples(samples, is_drawn=settings.do_sample)
     rows = _rows(opened, None if data is None else str(data), options.turns)

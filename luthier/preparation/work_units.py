@@ -111,8 +111,11 @@ class WorkUnits:
         for number, source in enumerate(sources):
             files = _files_of_lines(source)
             if files is not None:
-                for file in files:
-                    units._cut_file(number, file)
+                units.units += [
+                    LineUnit(source=number, file=file, start=start, stop=min(start + UNIT_BYTES, file.size))
+                    for file in files
+                    for start in range(0, file.size, UNIT_BYTES)
+                ]
                 continue
             index = source.index(spool=spool)
             if index is None:
@@ -153,11 +156,6 @@ class WorkUnits:
         at, lines = self._line_counts.get(read.unit.file.path, (0, 0))
         if at == read.start or read.is_first:
             self._line_counts[read.unit.file.path] = (read.stop, num_lines + (0 if read.is_first else lines))
-
-    def _cut_file(self, source: int, file: DataFile) -> None:
-        for start in range(0, file.size, UNIT_BYTES):
-            stop = min(start + UNIT_BYTES, file.size)
-            self.units.append(LineUnit(source=source, file=file, start=start, stop=stop))
 
     def _read_bytes(self, unit: LineUnit) -> UnitBytes:
         unit.file.check_unchanged()

@@ -380,11 +380,6 @@ class MediaSlots:
 NO_SLOTS = MediaSlots(tokens={}, inline={})
 
 
-def no_slots() -> MediaSlots:
-    """Those of a model that takes no media."""
-    return NO_SLOTS
-
-
 class SlotsOnDemand:
     """A model's slots, asked for by the first row with media: finding them takes seconds, and most runs have none."""
 
@@ -417,11 +412,6 @@ class SlotsOnDemand:
 def kind_of_media(media: Media) -> str:
     """``image``, ``video`` or ``audio``."""
     return KINDS[type(media)]
-
-
-def is_media(part: object) -> bool:
-    """Whether a part of a message is one."""
-    return type(part) in KINDS
 
 
 def media_of(messages: Iterable[Message | Document]) -> tuple[Media, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from luthier.errors import RowError
 from luthier.records import ControlPiece, MediaPiece, Message, Piece, Text, TextPiece, Thinking, ToolCall
-from luthier.rendering import ControlTokens, is_media, place_media, trained_turns
+from luthier.rendering import KINDS, ControlTokens, place_media, trained_turns
 from luthier.rendering.openings import Stretched, spliced
 from luthier.rendering.recordings import RowHistory
 from luthier.rendering.template import Recording
@@ -377,7 +377,7 @@ def require_every_part(
         if owner.message == span.message and owner.part is not None:
             printed.setdefault(owner.part, []).append(recording.sketch[position])
     for index, part in enumerate(history.row.messages[span.message].parts):
-        if is_media(part):
+        if type(part) in KINDS:
             raise RowError(
                 "media_answer",
                 "an image, a video or audio in an answer that is learned, and no model here makes any: take it out, or "

@@ -20,12 +20,12 @@ from luthier.config.choices import HistoryRendering, RowKind, TrainOn
 from luthier.errors import RowDropped, RowError, TemplateError
 from luthier.presets.named_templates import named_template, named_templates, stop_tokens
 from luthier.rendering import (
+    NO_SLOTS,
     ControlTokens,
     MediaSlots,
     SlotsOnDemand,
     media_of,
     message_strings,
-    no_slots,
     other_rows,
     thoughts_of,
     with_strings,
@@ -69,7 +69,7 @@ class Renderer:
         policy: TargetPolicy,
         *,
         replay: bool = True,
-        slots: Callable[[], MediaSlots] = no_slots,
+        slots: Callable[[], MediaSlots] = lambda: NO_SLOTS,
     ) -> None:
         """``replay=False`` runs the template for every row. ``slots`` is asked once, by the first row with media."""
         self.template, self.control, self.policy, self.replay = template, control, policy, replay

@@ -246,7 +246,8 @@ def begin_by_what_is_rounded_away(model: PeftModel, config: RunConfig, vocabular
         whole = load_model(config.model_copy(update={"model": section}), vocabulary).model
         lost = [0.0, 0.0, 0.0]
         for name, layer in model.get_base_model().named_modules():
-            if isinstance(layer, LoraLayer) and "default" in layer.lora_A and _is_linear(layer.get_base_layer()):
+            is_adapted = isinstance(layer, LoraLayer) and "default" in layer.lora_A
+            if is_adapted and isinstance(layer.get_base_layer(), nn.Linear | Conv1D):  # no experts, no embedding
                 lost = [a + b for a, b in zip(lost, _begin_layer(layer, whole.get_submodule(name)), strict=True)]
     settings.init_lora_weights = True
     if not lost[0]:
@@ -272,10 +273,6 @@ def _begin_layer(layer: LoraLayer, whole: nn.Module) -> tuple[float, float, floa
     B.copy_(left[:, :rank] * roots)
     rest_OI = lost_OI - scale * (B.float() @ A.float())
     return float(lost_OI.square().sum()), float(rest_OI.square().sum()), float(weight_OI.square().sum())
-
-
-def _is_linear(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear | Conv1D)  # and neither experts in one tensor nor an embedding
 
 
 def _outputs_first(layer: nn.Module) -> torch.Tensor:

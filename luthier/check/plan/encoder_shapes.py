@@ -150,7 +150,8 @@ def _around(tower: nn.Module, layers: nn.ModuleList, width: int, *, passes: bool
     alone = [each for each in tower.modules() if _is_norm(each) and each not in inner and each not in held]
     numbers += sum(_width_of(each) for each in alone if (passes or _is_trained(each)) and _width_of(each) == width)
     entering = behind[-1].out_channels if behind else width
-    return numbers + _shrunk(behind) * sum(_chain(each, entering, passes=passes) for each in mergers)
+    fewer = 1 / math.prod(math.prod(one.stride) for one in behind)
+    return numbers + fewer * sum(_chain(each, entering, passes=passes) for each in mergers)
 
 
 def _convolutions(tower: nn.Module, layers: nn.ModuleList) -> tuple[list[Convolution], list[Convolution]]:
@@ -160,11 +161,6 @@ def _convolutions(tower: nn.Module, layers: nn.ModuleList) -> tuple[list[Convolu
     found = [one for one in order if isinstance(one, Convolution) and one not in inner]
     place = order.index(layers)
     return [one for one in found if order.index(one) < place], [one for one in found if order.index(one) > place]
-
-
-def _shrunk(modules: list[Convolution]) -> float:
-    """How many positions these make of one."""
-    return 1 / math.prod(math.prod(one.stride) for one in modules)
 
 
 def _mergers(module: nn.Module, layers: nn.ModuleList) -> Iterator[nn.Module]:

@@ -433,7 +433,8 @@ class TokenServer:
         Raises `UserError` if the server cannot be reached, refuses, or answers with something else than ids.
         """
         if self.dialect is None:
-            self.dialect, self._model = self._find_dialect(), self._first_model()
+            self.dialect, name = self._find_dialect(), self._client.first_model().get("id")
+            self._model = name if isinstance(name, str) else None  # vLLM needs none, others do
         sent = wire_messages(messages)
         body: dict[str, object] = {"messages": sent, "chat_template_kwargs": dict(kwargs)}
         if tools:
@@ -466,11 +467,6 @@ class TokenServer:
                 return Dialect.MESSAGES
             raise
         return Dialect.TEMPLATE
-
-    def _first_model(self) -> str | None:
-        """The name of the model that is served, where the server lists it; vLLM needs none, others do."""
-        name = self._client.first_model().get("id")
-        return name if isinstance(name, str) else None
 
     def _strange(self, path: str, what: str) -> UserError:
         return UserError(

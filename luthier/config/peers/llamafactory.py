@@ -133,7 +133,9 @@ def _adapter(reading: Translator) -> None:
     if reading.flag("use_llama_pro"):
         _llama_pro(reading)
     if reading.flag("pissa_init"):
-        _pissa(reading)
+        steps = reading.take("pissa_iter")
+        start = "pissa" if steps == -1 else f"pissa_niter_{16 if steps is None else steps}"
+        reading.set("adapter.init_lora_weights", start, "pissa_init" if steps is None else "pissa_iter")
     reading.take("pissa_iter")
     _existing_adapters(reading, kind)
     for key in ("lora_rank", "lora_alpha", "lora_dropout", "loraplus_lr_ratio", "use_rslora", "use_dora",
@@ -161,12 +163,6 @@ def _llama_pro(reading: Translator) -> None:
         reading.refuse("use_llama_pro", what, "write finetuning_type: freeze, which trains these layers whole")
         return
     reading.set("adapter.freeze_spread", True, "use_llama_pro")
-
-
-def _pissa(reading: Translator) -> None:
-    steps = reading.take("pissa_iter")
-    start = "pissa" if steps == -1 else f"pissa_niter_{16 if steps is None else steps}"
-    reading.set("adapter.init_lora_weights", start, "pissa_init" if steps is None else "pissa_iter")
 
 
 _ALONE = ("orpo", "simpo")  # losses of pairs that compare with no reference

@@ -163,7 +163,8 @@ def slices(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
         whole = _merged_size(*size, resolution, merge, enlarge=grid is None)
         targets.append([side // patch for side in whole])
         if grid is not None:
-            one = _slice_size(*size, grid, resolution, merge)
+            tall, wide = (_multiple(side, parts) / parts for side, parts in zip(size, grid, strict=True))
+            one = _merged_size(tall, wide, resolution, merge, enlarge=True)
             targets.extend([[side // patch for side in one]] * math.prod(grid))
         grids.append(list(grid or (0, 0)))
         counts.append(1 + (math.prod(grid) if grid else 0))
@@ -255,12 +256,6 @@ def _merged_size(height: float, width: float, resolution: int, merge: int, *, en
         height = int(resolution / math.sqrt(shape))
         width = int(height * shape)
     return _multiple(height, merge), _multiple(width, merge)
-
-
-def _slice_size(height: int, width: int, grid: tuple[int, int], resolution: int, merge: int) -> tuple[int, int]:
-    rows, columns = grid
-    tall, wide = _multiple(height, rows) / rows, _multiple(width, columns) / columns
-    return _merged_size(tall, wide, resolution, merge, enlarge=True)
 
 
 def _multiple(length: float, divisor: int) -> int:

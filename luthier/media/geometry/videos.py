@@ -176,7 +176,7 @@ def chunked_patch_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Me
     metadata = [video_metadata(settings, header) for header in headers]
     grids, chunks = [], []
     for header, meta in zip(headers, metadata, strict=True):
-        height, width = _resized(settings, header, len(meta.frames_indices), _fit_navit)
+        height, width = _resized(settings, header, 0, lambda own, _, *size: fit_budget(own, *size))
         left = range(len(meta.frames_indices), 0, -temporal)
         grids += [(min(temporal, frames), height // patch, width // patch) for frames in left]
         chunks.append(len(left))
@@ -313,10 +313,6 @@ def _fit_shared_area(settings: Settings, frames: int, height: int, width: int) -
     size, factor = settings["size"], settings["patch_size"] * settings["merge_size"]
     limit = size["longest_edge"] // frames
     return fit_area(height, width, factor=factor, min_pixels=size["shortest_edge"], max_pixels=limit)
-
-
-def _fit_navit(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
-    return fit_budget(settings, height, width)
 
 
 def _fit_pixels(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:

@@ -281,7 +281,8 @@ class MediaProcessor:
                 with calling.refused_rows():
                     output, written = process_pictures(settings, pictures_of(items, self._limits))
             else:
-                written = written_strings(settings, output, len(items))
+                replace = settings.processor.replace_image_token
+                written = [replace(output, index, **settings.kwargs) for index in range(len(items))]
             calling.check_strings(self.processor, planned, written)
             return calling.as_arrays(self.family, output)
         if sounds is not None and len(sounds.strings) == len(items):
@@ -489,9 +490,3 @@ def process_pictures(settings: Settings, pictures: Sequence[PIL.Image.Image]) ->
     outputs, strings = processor._process_images(images, **{**settings.kwargs, "return_tensors": "pt"})
     unused = processor.unused_input_names
     return {key: value for key, value in outputs.items() if key not in unused}, strings
-
-
-def written_strings(settings: Settings, outputs: Outputs, num_pictures: int) -> list[str]:
-    """The string that stands for each of the pictures, by outputs that were made in another way."""
-    replace = settings.processor.replace_image_token
-    return [replace(outputs, index, **settings.kwargs) for index in range(num_pictures)]
