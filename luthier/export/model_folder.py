@@ -119,8 +119,7 @@ def export_run(
         measured = taken_down.measure(opened, engine, None if options.data is None else str(options.data))
         notes += measured.notes
     parity = _parity(opened, engine, dtype, measured)
-    if measured is not None and not parity.pictures and any(context.media for context in measured.contexts):
-        notes += ["no row with media is a golden case: only small pictures in a plain conversation are"]
+    notes += [] if measured is None else _told_of_media(parity, measured)
     try:
         with replacing(folder) as place:
             tell("merging and writing")
@@ -401,6 +400,12 @@ def _parity(run: TrainedRun, engine: LocalEngine, dtype: str, measured: taken_do
         if measured is None
         else list(islice(taken_down.golden_pictures(run, engine, measured), taken_down.NUM_PICTURES)),
     )
+
+
+def _told_of_media(parity: Parity, measured: taken_down.TakenDown) -> list[str]:
+    if parity.pictures or not any(context.media for context in measured.contexts):
+        return []
+    return ["no row with media is a golden case: only small pictures in a plain conversation are"]
 
 
 def _write(run: TrainedRun, engine: LocalEngine, folder: Path, dtype: str) -> list[str]:

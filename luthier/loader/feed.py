@@ -427,7 +427,7 @@ class _Feeding:
         resolved = resolve_portions(
             sources,
             indexes,
-            self._until_stopped(portions),
+            itertools.takewhile(lambda _: not self.stop.is_set(), portions),
             self.encoder,
             self.store,
             split=kind,
@@ -445,12 +445,6 @@ class _Feeding:
                 self.num_handed[kind] += 1
                 if kind == "train" and self.num_handed[kind] == PORTIONS_IN_HASTE + 1:
                     os.nice(NICENESS)  # training has begun: on a CPU it goes first
-
-    def _until_stopped(self, portions: Iterator[Ints]) -> Iterator[Ints]:
-        for portion in portions:
-            if self.stop.is_set():
-                return
-            yield portion
 
 
 def needed_portions(order: RowOrder, after: FeedPlace | None = None) -> Iterator[Ints]:

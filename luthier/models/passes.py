@@ -202,7 +202,10 @@ def _difference(model: nn.Module, head: OutputHead, inputs: Mapping[str, Any]) -
     worst = 0.0
     for ids in (ids_N, own_NV.argmax(dim=1)):
         expected_N = own_NV.log_softmax(dim=1).gather(1, ids[:, None]).squeeze(1)
-        score = _log_probabilities_of(ids)
+
+        def score(hidden_ND: torch.Tensor, head: AnyHead, ids_N: torch.Tensor = ids) -> torch.Tensor:
+            return token_scores(hidden_ND, head, ids_N).logps_K
+
         try:
             found_N = score_targets(model, inputs, positions_N, score, head=head).scores
         except ModelError as error:
@@ -212,13 +215,6 @@ def _difference(model: nn.Module, head: OutputHead, inputs: Mapping[str, Any]) -
     if worst <= allowed:
         return None
     return f"log-probabilities from the output layer differ by {worst:.2g} from the model's own (allowed {allowed:.2g})"
-
-
-def _log_probabilities_of(ids_N: torch.Tensor) -> Score[torch.Tensor]:
-    def score(hidden_ND: torch.Tensor, head: AnyHead) -> torch.Tensor:
-        return token_scores(hidden_ND, head, ids_N).logps_K
-
-    return score
 
 
 Valued = tuple[TokenScores, torch.Tensor]

@@ -8,9 +8,9 @@ manifest that names them.
     <store>/shard-<hash>.bin    samples (`luthier.store.format`)
     <store>/shared-work/        work that processes share (`luthier.preparation.sharing`)
 
-A key is a digest of a row's bytes and of everything else that decides its sample (`format.row_key`), so a sample is
-encoded once, however often, in whichever file or run its row comes again. Readers see the manifest before a commit or
-after it, never a mix. Several processes may add to a store at the same time: shards have names of their own, and the
+A key is a digest of a row's bytes and of everything else that decides its sample (`store.format.row_key`), so a sample
+is encoded once, however often, in whichever file or run its row comes again. Readers see the manifest before a commit
+or after it, never a mix. Several processes may add to a store at the same time: shards have names of their own, and the
 manifests are merged under the lock; should two have encoded the same row, the first to commit is read.
 """
 
@@ -345,7 +345,7 @@ class SampleStore:
 
     @property
     def keys(self) -> NDArray[np.uint8]:
-        """uint8[n, KEY_BYTES]: every sample's key (`format.row_key`), 32 bytes each; `keys_of` gives some of them."""
+        """uint8[n, KEY_BYTES]: every sample's key (`store.format.row_key`), 32 bytes each; `keys_of` gives some."""
         return np.concatenate([np.zeros((0, KEY_BYTES), np.uint8), *(shard.keys() for shard in self._shards)])
 
     def _beyond(self, what: str) -> Exception:

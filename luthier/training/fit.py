@@ -65,6 +65,15 @@ from luthier.training.trainer import Trainer
 from luthier.writing import counted
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run that is ready for its first step."""
+
+    setup: RunSetup
+    trainer: Trainer
+    summary: ModelSummary  # made now: merging takes the adapter off
+
+
 def fit(
     config: RunConfig,
     encoder: Encoder,
@@ -391,15 +400,6 @@ def _save(run: Run) -> None:
 
 
 REPORTED_VERSIONS = ("luthier", "torch", "transformers", "peft", "accelerate")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """A run that is ready for its first step."""
-
-    setup: RunSetup
-    trainer: Trainer
-    summary: ModelSummary  # made now: merging takes the adapter off
 
 
 def result_of(run: Run, started_at: str) -> RunResult:
