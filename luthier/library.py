@@ -336,12 +336,13 @@ def _described(
 
     ``to`` train it is checked against this machine, the model, the optimizer and the folders that it names; all that
     would stop the run later is raised as one `ConfigError`. To plan it such things are told. To load its rows, which
-    planning does too, what is wrong with its data sets is raised; and always what is wrong with its
-    rewards and metrics.
+    planning does too, what is wrong with its data sets is raised; and always what is wrong with rewards and metrics.
     """
     from luthier.config.loading import load_draft
     from luthier.errors import ConfigError
+    from luthier.plugins import refuse_in_workers
 
+    refuse_in_workers()
     draft = load_draft(config, overrides, to_train=to == "train")
     with draft.placing():
         if not draft.config.train.enabled:

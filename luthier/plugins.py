@@ -14,12 +14,16 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from traceback import extract_tb
+from traceback import extract_tb, walk_stack
 from typing import TypeVar
 
 from luthier.errors import PluginError, UserError
 
 GROUP = "luthier.plugins"
+GUARD = (
+    "a script that calls Luthier needs `if __name__ == '__main__':` around the call, because processes that prepare "
+    "rows import the script"
+)
 
 RowT = TypeVar("RowT")
 
@@ -119,6 +123,17 @@ def load_plugins() -> None:
             _state.is_loaded = _state.failure is None
     if _state.failure is not None:
         raise _state.failure
+
+
+def refuse_in_workers() -> None:
+    """Raises `UserError` in a process that runs a program again, up to its calls of Luthier, because it imports it.
+
+    Processes that prepare rows do, so that they know what a program registers. A second run within the first one would
+    wait for it, and the first one for the process.
+    """
+    for frame, _ in walk_stack(None):
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":
+            raise UserError(f"{frame.f_code.co_filename} is run again by a process that prepares rows", hint=GUARD)
 
 
 def num_added() -> int:

@@ -291,3 +291,26 @@ def test_what_torch_says_of_a_programs_enums_is_heard_and_of_torchaos_not() -> N
     finally:
         log.removeHandler(heard)
     assert records == ["<enum 'Mine'> is an Enum subclass", "torchao is gone"]
+
+
+UNGUARDED = """import luthier
+
+data = {"train": ["preset:lookups"], "store": "store", "workers": 2, "max_drop": 0.9}
+config = {"model": "preset:tiny-qwen3", "data": data}
+if GUARDED:
+    print(luthier.CALL)
+"""
+
+
+@pytest.mark.parametrize(("guard", "ends"), [("True", 1), ("__name__ == '__main__'", 0)])
+def test_a_script_that_workers_would_run_again_is_refused_and_waits_for_nothing(
+    tmp_path: Path, guard: str, ends: int
+) -> None:
+    for call in ("prepare(config)", "Loader(config)") if ends else ("prepare(config)",):
+        script = tmp_path / "script.py"
+        script.write_text(UNGUARDED.replace("GUARDED", guard).replace("CALL", call), encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, str(script)], cwd=tmp_path, timeout=HANG_SECONDS, capture_output=True, text=True
+        )
+        assert done.returncode == ends, done.stderr
+        assert ("UserError" in done.stderr and "__main__" in done.stderr.splitlines()[-1]) == bool(ends), done.stderr

@@ -43,6 +43,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import BudgetError, ModelError, SourceError, StoreError, TemplateError, TokenizerError, UserError
 from luthier.loader.settings import mixture_of, units_of
 from luthier.packing.order import EpochOrder, RowOrder, hold_out_part
+from luthier.plugins import GUARD
 from luthier.preparation import Quarantine, SourceInfo, empty_side, info_of, num_held_out, remarks_on
 from luthier.preparation.prepare import QUARANTINE_FILE
 from luthier.preparation.resolver import ResolvedPortion, resolve_portions
@@ -187,7 +188,8 @@ class FeedReader:
             if not is_alive:
                 raise UserError(
                     "the process that prepares rows ahead of training died without a message",
-                    hint="if memory ran out, set data.workers lower; or prepare first: luthier prepare CONFIG",
+                    hint="if memory ran out, set data.workers lower, or prepare first: luthier prepare CONFIG; "
+                    + GUARD,
                 )
             time.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT)

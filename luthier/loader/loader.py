@@ -30,6 +30,7 @@ from luthier.loader.settings import LoaderOptions, LoaderSettings, loader_option
 from luthier.loader.stream_state import LoaderState, RowTrail
 from luthier.packing import SegmentTable, UnitKind
 from luthier.packing.order import MixtureSettings, RowOrder
+from luthier.plugins import refuse_in_workers
 from luthier.preparation import Prepared, PreparedSet, Quarantine
 from luthier.preparation.prepare import lost_rows_of, prepare
 from luthier.preparation.segments import SegmentIndex
@@ -250,6 +251,7 @@ def _of_run(
     description: RunDescription, overrides: Sequence[str], listing: ExitStack
 ) -> tuple[RunConfig, PreparedSet, LoaderOptions, Quarantine]:
     """Its rows, and the list of the lost ones, which is closed with ``listing``."""
+    refuse_in_workers()
     draft = load_draft(description, overrides)
     with draft.placing():
         encoder = Encoder.from_config(draft.config)

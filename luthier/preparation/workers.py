@@ -20,6 +20,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from luthier.config.machine import usable_cores
 from luthier.errors import RowError, UserError
+from luthier.plugins import GUARD
 from luthier.records import MediaItem, Row, Sample
 from luthier.sources import RowBytes
 from luthier.sources.source import RowReader
@@ -206,8 +207,8 @@ def _worker_died(chunk: Chunk[Tag]) -> UserError:
     near = chunk.rows[0].address if chunk.rows else "the first rows"
     return UserError(
         f"a process that encodes rows died or hung, at or after {near}",
-        hint="if it hung, the line is printed above; if memory ran out, set data.workers lower (0: no processes). A "
-        "script that calls Luthier needs `if __name__ == '__main__':` around the call, because workers import it",
+        hint="if it hung, the line is printed above; if memory ran out, set data.workers lower (0: no processes); "
+        + GUARD,
     )
 
 
