@@ -80,15 +80,10 @@ class StreamPlan:
             self._counted = tuple(waiting["counted"])
         else:
             none = np.zeros((len(rows.weights), 4), dtype=np.int64)
+            trail = stream_state.RowTrail()
             self._begin_epoch(
                 stream_state.StreamHistory(
-                    epoch=0,
-                    steps=0,
-                    rows_used=0,
-                    taken=none,
-                    of_first_epoch=(0,) * 5,
-                    trail=stream_state.RowTrail(),
-                    place=None,
+                    epoch=0, steps=0, rows_used=0, taken=none, of_first_epoch=(0,) * 5, trail=trail, place=None
                 )
             )
         self._rows_per_epoch = len(self._planner.order)
@@ -102,6 +97,12 @@ class StreamPlan:
     def is_exact(self) -> bool:
         """Whether the run has exactly ``horizon`` steps."""
         return self._run_facts()[1]
+
+    @property
+    def num_epochs(self) -> int:
+        """How many epochs the run begins, as far as its ``horizon`` says."""
+        by_steps = self.horizon / (self._steps_per_epoch or (1.0, True))[0]
+        return math.ceil(by_steps if math.isinf(self._num_epochs) else self._num_epochs)
 
     @property
     def has_trees(self) -> bool:

@@ -443,3 +443,11 @@ class RouterBalance:
             return {}
         mean, self._sum, self._steps = self._sum / self._steps, 0.0, 0
         return {ROUTER_LOSS: mean}
+
+    def state(self) -> dict[str, float]:
+        """What `drain` would give the mean of; the same on all ranks."""
+        return {"sum": self._sum, "steps": self._steps}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Go on with what `state` gave."""
+        self._sum, self._steps = state["sum"], int(state["steps"])

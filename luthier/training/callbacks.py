@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any
@@ -39,6 +39,21 @@ class Meter:
     targets: int = 0
     paused: float = 0.0
     since: float = field(default_factory=time.perf_counter)
+    _pause_began: float | None = None
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """What is done within it is no training."""
+        self._pause_began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.paused += time.perf_counter() - self._pause_began
+            self._pause_began = None
+
+    def start(self) -> None:
+        """Training begins now; what a checkpoint has told of its interval stays."""
+        self.since = time.perf_counter()
 
     def drain(self) -> tuple[int, int, float]:
         """``(tokens, targets, seconds of training)`` of the interval; a new one begins."""
@@ -47,12 +62,23 @@ class Meter:
         self.tokens, self.targets, self.paused, self.since = 0, 0, 0.0, now
         return interval
 
+    def state(self) -> dict[str, float]:
+        """What has happened in the interval so far, for a run that goes on."""
+        until = time.perf_counter() if self._pause_began is None else self._pause_began
+        seconds = until - self.since - self.paused
+        return {"tokens": self.tokens, "targets": self.targets, "seconds": seconds}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Go on with the interval that `state` is of."""
+        self.tokens, self.targets, self.paused = int(state["tokens"]), int(state["targets"]), -state["seconds"]
+
 
 _ROUNDING = 1e-9  # a tenth of the run, ten times, is the run
 
 
 class Flow(TrainerCallback):  # type: ignore[misc]  # transformers publishes no types
-    """Decides at the end of each step what is due. Takes the place of transformers' own, which counts epochs by itself.
+    """Decides at the end of each step, and of each epoch, what is due. Takes the place of transformers' own, which
+    counts epochs by itself. An epoch that is broken off ends, too.
 
     ``asked_to_stop`` is asked at each step's end and must answer the same on all ranks.
     """
@@ -64,12 +90,13 @@ class Flow(TrainerCallback):  # type: ignore[misc]  # transformers publishes no 
         self.schedule = schedule
         self.evaluates = evaluates
         self.asked_to_stop = asked_to_stop
+        self._is_asked = False
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         step = state.global_step
         state.epoch = self.schedule.epoch_after(step)
         last = self.schedule.is_last(step - 1)
-        stop = self.asked_to_stop()
+        stop = self._is_asked = self.asked_to_stop()
         evaluation, output = self.config.eval, self.config.output
         # another callback may have switched on what is not due
         control.should_log |= last or stop or step % self.config.tracking.logging_steps == 0
@@ -78,16 +105,20 @@ class Flow(TrainerCallback):  # type: ignore[misc]  # transformers publishes no 
         control.should_save |= stop or self._due(output.save_strategy, output.save_steps, step, last)
         control.should_training_stop |= stop or last
 
+    def on_epoch_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self._is_asked or state.global_step == 0:  # it has been saved, or there is nothing to save
+            return
+        control.should_evaluate |= self.evaluates and self.config.eval.strategy is Strategy.EPOCH
+        control.should_save |= self.config.output.save_strategy is Strategy.EPOCH
+
     def _due(self, strategy: Strategy, every: float, step: int, last: bool) -> bool:
         match strategy:
-            case Strategy.NO:
+            case Strategy.NO | Strategy.EPOCH:
                 return False
             case Strategy.STEPS if every < 1:
                 return last or self._times(every, step) > self._times(every, step - 1)
             case Strategy.STEPS:
                 return last or step % every == 0
-            case Strategy.EPOCH:
-                return last or self.schedule.ends_epoch(step)
             case _:
                 raise AssertionError(strategy)
 
@@ -182,7 +213,7 @@ class Journal(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Say where training begins; the clock starts here."""
-        self.meter.drain()
+        self.meter.start()
         self.tell(Started(step=state.global_step, max_steps=self.total_steps()))
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import platform
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -55,7 +53,7 @@ from luthier.training.folder.checkpoint import (
 from luthier.training.folder.run_folder import ledger_of_run
 from luthier.training.folder.state import plain_optimizer
 from luthier.training.generate import AnswerMeasures, Question, answer_all, answering, choose_questions, passed_over_by
-from luthier.training.processes import naming_lost_ranks, optimizer_facts, own_numerics
+from luthier.training.processes import naming_lost_ranks, optimizer_facts, own_numerics, peak_memory
 from luthier.training.report import LOG_FILE, DataSummary, Ended, ModelSummary, RunResult, SourceSummary, events
 from luthier.training.report.events import read_log
 from luthier.training.rollouts import ledger_of_answers
@@ -292,19 +290,25 @@ def _train(run: Run) -> None:
             done = counted(trainer.parts.stream.first_step, "step")
             ways = f"{_longer(run.setup.config)} for more; output.overwrite: true starts it anew"
             hooks.note(f"nothing was left to do: all {done} of this run are taken; {ways}")
-        trainer.train(resume)
+        trainer.train(resume, lambda: _leave_weights(run))
     except SamplerLost as lost:
         raise _saved_before(run, lost) from lost
-    trainer.finish()
-    hooks.tell(events.Finished(step=trainer.state.global_step))
     if hooks.stop.signal is not None:
         return
-    if run.setup.config.eval.load_best_model_at_end and trainer.load_best():
-        best = Path(trainer.state.best_model_checkpoint).name
-        hooks.note(f"the weights are those of the best checkpoint, {best}")
     _answer(run, questions)
     _save(run)
     trainer.accelerator.wait_for_everyone()
+
+
+def _leave_weights(run: Run) -> None:
+    """Training is over: the model has the weights that are saved, those of the best checkpoint where that is asked."""
+    trainer, hooks = run.trainer, run.setup.hooks
+    trainer.finish()
+    hooks.tell(events.Finished(step=trainer.state.global_step))
+    wants_best = run.setup.config.eval.load_best_model_at_end and hooks.stop.signal is None
+    if wants_best and trainer.load_best():
+        best = Path(trainer.state.best_model_checkpoint).name
+        hooks.note(f"the weights are those of the best checkpoint, {best}")
 
 
 def _saved_before(run: Run, lost: SamplerLost) -> SamplerLost:
@@ -440,7 +444,7 @@ def result_of(run: Run, started_at: str) -> RunResult:
         mixture=_mixture(run.setup, state.global_step),
         model=run.summary,
         optimizer=optimizer_facts(plain_optimizer(run.trainer.optimizer)),
-        peak_memory_bytes=_peak_memory(),
+        peak_memory_bytes=peak_memory(),
         ledger=_ledger(run.setup, state.global_step),
         answers=ledger_of_answers(output, state.global_step) if OBJECTIVES[config.objective.name].on_policy else {},
         versions={"python": platform.python_version(), **_package_versions()},
@@ -491,10 +495,3 @@ def _train_summary(setup: RunSetup) -> DataSummary:
         micro_batches=found["micro_batches"],
         fill=found["tokens"] / max(found["packs"] * setup.config.data.max_length, 1),
     )
-
-
-def _peak_memory() -> int:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    # kilobytes on Linux, bytes on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

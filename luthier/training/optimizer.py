@@ -48,8 +48,8 @@ def training_arguments(
         "output_dir": str(config.output.dir),
         "per_device_train_batch_size": train.per_device_train_batch_size,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
-        # the whole run is one pass over our stream; epochs are the schedule's affair
-        "num_train_epochs": 1,
+        "per_device_eval_batch_size": config.eval.per_device_eval_batch_size,
+        "num_train_epochs": train.num_train_epochs,
         "max_steps": max_steps,
         **optimization(train, warmup_steps=warmup_steps(train, max_steps)),
         "bf16": precision is Precision.BF16,
@@ -66,12 +66,13 @@ def training_arguments(
         "dataloader_num_workers": config.runtime.dataloader_num_workers,
         "report_to": list(tracking.report_to) or "none",
         "run_name": tracking.run_name,
-        # `Flow` decides when; this only tells the loop that evaluation may happen
-        "eval_strategy": "steps" if evaluates else "no",
+        # `Flow` decides when; this and what follows only tells callbacks and trackers
+        "eval_strategy": config.eval.strategy.value if evaluates else "no",
         "eval_on_start": evaluates_first,
-        "eval_steps": max(1, int(config.eval.steps)),
-        "save_strategy": "steps",
-        "save_steps": max(1, int(config.output.save_steps)),
+        "eval_steps": config.eval.steps,
+        "save_strategy": config.output.save_strategy.value,
+        "save_steps": config.output.save_steps,
+        "save_total_limit": config.output.save_total_limit,
         "save_only_model": config.output.save_only_model,
         "metric_for_best_model": config.eval.metric_for_best_model,
         "greater_is_better": is_greater_better(config.eval),
@@ -80,9 +81,15 @@ def training_arguments(
         "ddp_find_unused_parameters": False,
     }
     try:
-        return TrainingArguments(**arguments)
+        found = TrainingArguments(**arguments)
     except ValueError as error:
         raise ConfigError([Problem(where=UNPLACED, key="train", what=str(error).strip())]) from error
+    # for callbacks and trackers, too: what transformers would refuse, or act by
+    if found.optim != train.optim:
+        found.optim = train.optim
+    found.torch_compile = train.torch_compile
+    found.load_best_model_at_end = config.eval.load_best_model_at_end
+    return found
 
 
 def optimization(train: TrainConfig, *, warmup_steps: int) -> dict[str, object]:
@@ -122,7 +129,7 @@ def _check_trackers(names: list[str]) -> None:
 
 
 NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
-"""Weight decay leaves parameters of these names as they are, and those of `nn.LayerNorm`."""
+"""Weight decay leaves parameters of these names as they are, and those of norms (`decayed_names`)."""
 
 ON_METRIC = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
 """Schedules that take their step after an evaluation, by its metric."""
@@ -189,11 +196,23 @@ def _transformers_own(model: nn.Module, args: TrainingArguments, train: TrainCon
     return optimizer
 
 
+def decayed_names(model: nn.Module) -> set[str]:
+    """The names of the parameters that decay: all but biases and norms. transformers goes by names alone and lets the
+    norms of some models decay, which are named otherwise (``norm1``, ``ln_pre``, ``norm_f``)."""
+    norms = {type(module) for module in model.modules() if _is_norm(module)}
+    return set(get_parameter_names(model, [nn.LayerNorm, *norms], NOT_DECAYED))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    is_leaf = next(module.children(), None) is None
+    return is_leaf and "norm" in type(module).__name__.lower()
+
+
 def _groups(
     model: nn.Module, weight_decay: float, only: Callable[[nn.Parameter], bool] = lambda _: True, **more: object
 ) -> list[Group]:
     """The trained parameters: first those that decay, then the others. ``more`` stands in both groups."""
-    names = set(get_parameter_names(model, [nn.LayerNorm], NOT_DECAYED))
+    names = decayed_names(model)
     trained = [
         (name in names, parameter)
         for name, parameter in model.named_parameters()
@@ -267,7 +286,7 @@ def _is_in_block(places: dict[int, int], number: int | None, weight: nn.Paramete
 def _adam_mini(model: nn.Module, args: TrainingArguments, adam: Group) -> torch.optim.Optimizer:
     from adam_mini import Adam_mini
 
-    decays = set(get_parameter_names(model, [nn.LayerNorm], NOT_DECAYED))
+    decays = decayed_names(model)
     named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     optimizer: Any = Adam_mini(named, weight_decay=args.weight_decay, dim=1, n_heads=1, verbose=False, **adam)
     if isinstance(model, PreTrainedModel):

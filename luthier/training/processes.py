@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -21,10 +23,12 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers.utils import logging as transformers_logging
 
 from luthier.config.choices import Precision
 from luthier.errors import TrainingError, UserError, first_line
 from luthier.records import Address
+from luthier.training.folder.state import random_state, set_random_state
 from luthier.training.streams import World
 from luthier.writing import JsonObject, write_whole
 
@@ -50,13 +54,17 @@ SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", t
 @contextmanager
 def own_numerics(environment: MutableMapping[str, str] = os.environ) -> Iterator[list[str]]:
     """Nothing but the run description decides how numbers are computed. Yields what was asked for and is not followed,
-    as ``NAME=value``. Afterwards everything is as it was.
+    as ``NAME=value``. Afterwards everything is as it was: a program's own random numbers, the number of its threads and
+    what transformers may print, too.
 
     Raises `UserError` for a variable that cannot be undone.
     """
     refuse_lossy(environment)
     taken = {name: environment.pop(name) for name in list(environment) if name.startswith(NOT_FOLLOWED)}
     matmul, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    # asked of a device that nobody uses yet, it would be set up for that
+    randomness, threads = random_state(of_device=torch.cuda.is_initialized()), torch.get_num_threads()
+    verbosity, shows_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     try:
@@ -69,6 +77,11 @@ def own_numerics(environment: MutableMapping[str, str] = os.environ) -> Iterator
             if name.startswith(NOT_FOLLOWED):
                 del environment[name]  # what accelerate has set for itself in this run
         environment.update(taken)
+        set_random_state(randomness)
+        torch.set_num_threads(threads)
+        transformers_logging.set_verbosity(verbosity)
+        if shows_bars:
+            transformers_logging.enable_progress_bar()
 
 
 def refuse_lossy(environment: Mapping[str, str]) -> None:
@@ -150,6 +163,14 @@ def check_finite(
         hint="lower train.learning_rate, raise train.warmup_steps, use train.precision bf16 or fp32, or look at "
         "those rows",
     )
+
+
+def peak_memory() -> int:
+    """The most bytes that were in use: of the device for CUDA, else of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    # kilobytes on Linux, bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def without_dropout(model: nn.Module) -> list[str]:

@@ -109,6 +109,7 @@ class Trainer:
         self._interval = step_losses.LossSums(
             () if parts.stream.rollouts else parts.sources, parts.measured, args.device
         )
+        self._parts_of_interval: dict[str, Meter | RouterBalance] = {"meter": parts.meter, "router": self.balance}
         self._last_update: dict[str, Any] = {}
         self.in_backward: BackwardUpdates | None = None
         self._loss_of_run = torch.zeros((), dtype=torch.float64, device=args.device)
@@ -125,7 +126,7 @@ class Trainer:
     def _state_at_start(self) -> TrainerState:
         state = TrainerState(
             max_steps=self.args.max_steps,
-            num_train_epochs=1,  # of transformers' own; `Flow` counts the run's
+            num_train_epochs=self.parts.stream.schedule.num_epochs,
             train_batch_size=self.args.per_device_train_batch_size,
             total_flos=0.0,  # not estimated: transformers' formula counts padding and no attention
             is_local_process_zero=self.args.local_process_index == 0,
@@ -148,8 +149,9 @@ class Trainer:
 
     # -------------------------------------------------------------------------------------------------------- run
 
-    def train(self, resume: Path | None = None) -> None:
-        """All steps of the run, from the beginning or from a checkpoint.
+    def train(self, resume: Path | None, finish: Callable[[], None]) -> None:
+        """All steps of the run, from the beginning or from a checkpoint. ``finish`` is to leave the model with the
+        weights that stay, before callbacks hear that training is over.
 
         Raises `TrainingError` before an update that would spoil the weights, `UnusableCheckpoint`, `CheckpointError`.
         """
@@ -166,6 +168,7 @@ class Trainer:
         metrics = speed_metrics("train", begun, num_samples=batch * steps, num_steps=steps)
         mean_loss = float(self.accelerator.reduce(self._loss_of_run, reduction="mean")) / max(steps, 1)
         self._log({**metrics, "total_flos": self.state.total_flos, "train_loss": mean_loss})
+        finish()
         self._tell(self.callback_handler.on_train_end)
         if noise is not None:
             deactivate_neftune(self.model, noise, self.accelerator)
@@ -210,10 +213,11 @@ class Trainer:
         while True:
             self._take_step(steps)
             self._follow_control()
-            if self._is_stopping or schedule.ends_epoch(self.state.global_step):
+            is_over = self._is_stopping or schedule.is_last(self.state.global_step - 1)
+            if is_over or schedule.ends_epoch(self.state.global_step):
                 self._tell(self.callback_handler.on_epoch_end)
                 self._follow_control()
-                if self._is_stopping:
+                if is_over or self._is_stopping:
                     return
                 self._tell(self.callback_handler.on_epoch_begin)
 
@@ -364,7 +368,7 @@ class Trainer:
             found = self._eval_losses(self.parts.eval_stream)
         metrics = {**found.of_evaluation(), "eval_seconds": time.perf_counter() - begun}
         self._log(metrics)
-        self._tell(self.callback_handler.on_evaluate, metrics=metrics)
+        self._tell(self.callback_handler.on_evaluate, metrics={**metrics, "epoch": self.state.epoch})
         self.parts.meter.paused += time.perf_counter() - begun
         return metrics
 
@@ -400,17 +404,17 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint aside, seal it, and delete the ones over the limit. Raises `CheckpointError`."""
-        begun, run, step = time.perf_counter(), Path(self.args.output_dir), self.state.global_step
+        run, step = Path(self.args.output_dir), self.state.global_step
         staging = checkpoints.staging_folder(run, step)
         best = run / f"checkpoint-{self.state.best_global_step}"
-        with checkpoints.saving(staging), states.evaluation_point(self.optimizer) as trained:
-            self._write_checkpoint(staging, best, trained)
+        with self.parts.meter.pausing():
+            with checkpoints.saving(staging), states.evaluation_point(self.optimizer) as trained:
+                self._write_checkpoint(staging, best, trained)
+                if self.args.should_save:
+                    checkpoints.seal(staging)
             if self.args.should_save:
-                checkpoints.seal(staging)
-        if self.args.should_save:
-            checkpoints.rotate(run, self.parts.config.output.save_total_limit, best)
-        self.accelerator.wait_for_everyone()
-        self.parts.meter.paused += time.perf_counter() - begun
+                checkpoints.rotate(run, self.parts.config.output.save_total_limit, best)
+            self.accelerator.wait_for_everyone()
 
     def _write_checkpoint(self, staging: Path, best: Path, trained: list[torch.Tensor] | None) -> None:
         keep, divided = self.args.should_save, sharding.is_sharded(self.model)
@@ -435,7 +439,10 @@ class Trainer:
         """Optimizer, schedule, scaler of fp16, and the random numbers of each rank, as data. No pickle is written."""
         keep, sharded = self.args.should_save, sharding.is_sharded(self.model)
         state = states.optimizer_state(self.optimizer, trained, sharded=sharded, keep=keep)
+        interval: dict[str, Any] = {name: part.state() for name, part in self._parts_of_interval.items()}
+        interval["sums"] = self._interval.state(self._sum_of_ranks)
         if keep:
+            states.write_state(staging, checkpoints.INTERVAL_STATE, interval)
             states.write_state(staging, checkpoints.OPTIMIZER_STATE, state)
             states.write_state(staging, checkpoints.SCHEDULER_STATE, self.lr_scheduler.state_dict())
             if self.accelerator.scaler is not None:
@@ -449,20 +456,7 @@ class Trainer:
         """Go on with what the run has logged, with its best checkpoint if it is still there, and with what callbacks
         remember."""
         with taking_over(checkpoint, checkpoints.TRAINER_STATE):
-            there = TrainerState.load_from_json(str(checkpoint / checkpoints.TRAINER_STATE))
-            for name, saved in there.stateful_callbacks.items():
-                mine = [each for each in self._stateful() if type(each).__name__ == name]
-                for callback, memory in zip(mine, saved if isinstance(saved, list) else [saved], strict=False):
-                    for attribute, value in memory["attributes"].items():
-                        setattr(callback, attribute, value)
-        best = there.best_model_checkpoint
-        self.state = replace(
-            there,
-            max_steps=self.state.max_steps,
-            best_model_checkpoint=best if best is not None and Path(best).is_dir() else None,
-            is_local_process_zero=self.state.is_local_process_zero,
-            is_world_process_zero=self.state.is_world_process_zero,
-        )
+            self.state = checkpoints.history(checkpoint, self.state, self._stateful())
 
     def _take_over_training_state(self, checkpoint: Path) -> None:
         """Go on with the optimizer, the schedule, and the loss scaler of a run in fp16. Raises `UnusableCheckpoint`."""
@@ -472,6 +466,12 @@ class Trainer:
             schedule = states.read_state(checkpoint, checkpoints.SCHEDULER_STATE)
             states.check_alike(schedule, self.lr_scheduler.state_dict(), "schedule")
             take_up_schedule(self.lr_scheduler, schedule)
+        if states.has_state(checkpoint, checkpoints.INTERVAL_STATE):  # else an earlier Luthier wrote it
+            with taking_over(checkpoint, checkpoints.INTERVAL_STATE):
+                interval = states.read_state(checkpoint, checkpoints.INTERVAL_STATE)
+                for name, part in self._parts_of_interval.items():
+                    part.load_state(interval[name])
+                self._interval.load_state(interval["sums"], keep=self.args.process_index == 0)
         scaler = self.accelerator.scaler
         if scaler is not None and states.has_state(checkpoint, checkpoints.SCALER_STATE):
             with taking_over(checkpoint, checkpoints.SCALER_STATE):

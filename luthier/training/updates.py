@@ -219,10 +219,23 @@ _PROJECTORS = {
 def tell_projectors(optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer's state say what its projectors are in plain data, and take such a state.
 
-    GaLore and APOLLO keep an object for each weight, which holds the matrix that gradients are projected by.
+    GaLore and APOLLO keep an object for each weight, which holds the matrix that gradients are projected by. Its
+    numbers are put in their order in memory after each step, as a state has them that was written and read: a product
+    with a matrix that is in another order is rounded otherwise.
     """
+    optimizer.register_step_post_hook(_in_order)
     optimizer.register_state_dict_post_hook(_with_data)
     optimizer.register_load_state_dict_post_hook(_with_projectors)
+
+
+def _in_order(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for values in optimizer.state.values():
+        projector = vars(values["projector"]) if "projector" in values else {}
+        for name, value in projector.items():
+            if isinstance(value, torch.Tensor):
+                projector[name] = value.contiguous()
+            elif isinstance(value, list | tuple):
+                projector[name] = [each.contiguous() if isinstance(each, torch.Tensor) else each for each in value]
 
 
 def _with_data(_: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from luthier.training.report import RunResult
 from luthier.writing import counted
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+GENERATION_FILE = "generation_config.json"
 MODEL_CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 TEMPLATE_FILE, TEMPLATE_KEY = "chat_template.jinja", "chat_template"
 MOST_COMPARED = 256  # of added tokens; all of a run are added alike
@@ -81,6 +82,18 @@ def save_model(
             if (processor / name).is_file():
                 _copy_settings(processor / name, folder / name, tokenizer.files.chat_template)
                 _copy_code(processor / name, folder)
+
+
+def saved_stops(model: Path) -> list[int]:
+    """The ids that end answers of the model in a folder, as its generation config says. Raises `ModelError`."""
+    path = model / GENERATION_FILE
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

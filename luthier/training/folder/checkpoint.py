@@ -15,8 +15,9 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import msgspec
 import torch
 from safetensors import safe_open
 from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
 
 from luthier.errors import CheckpointError, UserError
 from luthier.loader.stream_state import LoaderState
@@ -49,6 +51,7 @@ OTHER_MODELS = "other_models.json"  # digests of the files of other models that 
 OBJECTIVE_STATE = "objective_state.json"  # of objectives that remember something from step to step
 TRAINER_STATE = "trainer_state.json"  # transformers' name
 OPTIMIZER_STATE, SCHEDULER_STATE, SCALER_STATE = "optimizer", "scheduler", "scaler"  # names for `write_state`
+INTERVAL_STATE = "interval"  # what the next line of the log is about, as far as it has happened
 RANDOM_STATE, RANDOM_STATES = "rng_state_{rank}", "rng_state_*"  # one for each rank
 _NAME = re.compile(r"checkpoint-(\d+)")
 _STAGING, _REPLACED, _REMOVED = ".saving-", ".replaced-", ".removed-"
@@ -251,7 +254,7 @@ def unusable(checkpoint: Path) -> str | None:
 
 def _check_training_state(checkpoint: Path) -> None:
     """Raise `CheckpointError` if the state of optimizer, schedule, scaler, random numbers, trainer is none."""
-    names = [SCALER_STATE] if has_state(checkpoint, SCALER_STATE) else []
+    names = [name for name in (SCALER_STATE, INTERVAL_STATE) if has_state(checkpoint, name)]
     checks: list[tuple[str, Any, Callable[[Any], None]]] = [
         (OPTIMIZER_STATE, check_state, check_optimizer_state),
         *((name, check_state, _check_dict) for name in (SCHEDULER_STATE, *names)),
@@ -268,6 +271,26 @@ def _check_training_state(checkpoint: Path) -> None:
         raise CheckpointError(f"{TRAINER_STATE} is of step {step}")
     if (checkpoint / OBJECTIVE_STATE).exists():
         read_json(checkpoint / OBJECTIVE_STATE)
+
+
+def history(checkpoint: Path, here: TrainerState, stateful: Sequence[ExportableState]) -> TrainerState:
+    """The state of a run that goes on: what it has logged, and its best checkpoint if it is still there. Callbacks that
+    are ``stateful`` get back what they remember. Raises one of `READING_FAULTS`."""
+    there = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
+    for name, saved in there.stateful_callbacks.items():
+        mine = [each for each in stateful if type(each).__name__ == name]
+        for callback, memory in zip(mine, saved if isinstance(saved, list) else [saved], strict=False):
+            for attribute, value in memory["attributes"].items():
+                setattr(callback, attribute, value)
+    beside = checkpoint.parent / f"checkpoint-{there.best_global_step}"  # the run's folder may have moved
+    best = next(
+        (str(path) for path in (beside, Path(there.best_model_checkpoint or "")) if path.name and path.is_dir()), None
+    )
+    of_this_run = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size")
+    mine_alone = {
+        name: getattr(here, name) for name in (*of_this_run, "is_local_process_zero", "is_world_process_zero")
+    }
+    return replace(there, best_model_checkpoint=best, **mine_alone)
 
 
 def _check_dict(state: object) -> None:

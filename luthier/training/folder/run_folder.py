@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +31,7 @@ from luthier.writing import JsonObject, counted
 MODEL_FOLDER, MERGED_FOLDER, INITIAL_ADAPTER = "model", "merged", "initial_adapter"
 BASE_FOLDER = "base"  # of an adapter whose base is nowhere else: random weights, or adapters were merged first
 ROLLOUTS_FOLDER, WEIGHTS_FOLDER = "rollouts", "weights"  # answers of each step; what samplers were given
-PREDICTIONS_FOLDER, GENERATION_FILE = "predictions", "generation_config.json"
+PREDICTIONS_FOLDER = "predictions"
 LOST_FILE = "lost_media.jsonl"
 
 # Everything that a run leaves, or that is made of it. `RUN_CONFIG` is beside it, and says whose it is. The lists of
@@ -79,6 +78,8 @@ def open_run_folder(config: RunConfig, report: Callable[[str], None]) -> Path | 
         found = _resume_auto(config, run, report)
     else:
         found = _resume_named(Path(config.output.resume).expanduser(), run, report)
+        if _is_elsewhere(found, run):
+            _begin_with(found, config)
     if found is None:
         _refuse_to_clear(config)
         _clear(run, with_checkpoints=config.output.overwrite)
@@ -116,6 +117,8 @@ def check_run_folder(config: RunConfig) -> None:
         _refuse_to_clear(config)
     if output.resume == "auto" and not output.overwrite and (there or (run / RESULT_FILE).exists()):
         _refuse_another(run, config)
+    if output.resume not in ("auto", "never") and not output.overwrite and _is_elsewhere(Path(output.resume), run):
+        _refuse_beside(config)
 
 
 def write_run_config(config: RunConfig, folder: Path) -> None:
@@ -175,6 +178,43 @@ def _resume_named(checkpoint: Path, run: Path, report: Callable[[str], None]) ->
         for aside in checkpoints.set_aside_newer(checkpoint):
             report(f"going on from {checkpoint.name}: a later one is set aside as {aside.name}")
     return checkpoint
+
+
+def _is_elsewhere(checkpoint: Path, run: Path) -> bool:
+    return checkpoint.expanduser().resolve().parent != run.resolve()
+
+
+def _begin_with(checkpoint: Path, config: RunConfig) -> None:
+    """Make the folder that of a run which goes on from a checkpoint of another folder: with the log of that run, and
+    with nothing of any other."""
+    run = config.output.dir
+    _refuse_beside(config)
+    if not _has_begun_alike(config):
+        _refuse_to_clear(config)
+        _clear(run, with_checkpoints=False)
+    if (log := checkpoint.parent / LOG_FILE).is_file():
+        FILES.write(run / LOG_FILE, log.read_bytes())
+
+
+def _refuse_beside(config: RunConfig) -> None:
+    """Raise `CheckpointError` where the folder of a run that goes on from another folder's checkpoint holds a run that
+    has not begun there: checkpoints and curves of both would be taken for those of one."""
+    run, checkpoint = config.output.dir, config.output.resume
+    if (checkpoints.checkpoints(run) or (run / RESULT_FILE).exists()) and not _has_begun_alike(config):
+        raise CheckpointError(
+            f"output.resume names {checkpoint}, and {run} holds a run that has not begun there",
+            hint="choose another output.dir; or, to go on with the run that is there, leave output.resume out",
+        )
+
+
+def _has_begun_alike(config: RunConfig) -> bool:
+    """Whether the folder's run is this one, begun from the same checkpoint."""
+    if not (config.output.dir / RUN_CONFIG).exists():
+        return False
+    there, here = _as_read_today(_read_run_config(config.output.dir)), config.model_dump(mode="json")
+    output = there.get("output")
+    is_same_start = isinstance(output, dict) and output.get("resume") == here["output"]["resume"]
+    return is_same_start and all(key in LENGTHS for key, *_ in differences(there, here))
 
 
 def _check_resumable(checkpoint: Path) -> None:
@@ -282,18 +322,6 @@ def differences(there: dict[str, object], here: dict[str, object]) -> list[tuple
     changed = [key for key in dict.fromkeys([*first, *second]) if first.get(key) != second.get(key)]
     fixed = [key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in FREE)]
     return [(key, first.get(key), second.get(key)) for key in fixed]
-
-
-def saved_stops(model: Path) -> list[int]:
-    """The ids that end answers of the model in a folder, as its generation config says. Raises `ModelError`."""
-    path = model / GENERATION_FILE
-    if not path.is_file():
-        return []
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
 def refuse_unfollowed(described: RunConfig, asked: RunConfig, answering: RunConfig) -> None:

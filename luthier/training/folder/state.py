@@ -387,10 +387,10 @@ def check_alike(there: Any, here: object, at: str) -> None:
 # -------------------------------------------------------------------------------------------------- random numbers
 
 
-def random_state() -> dict[str, Any]:
+def random_state(*, of_device: bool = True) -> dict[str, Any]:
     """Where the random numbers of this process are, on its device too."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
-    return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
+    return {**state, "cuda": torch.cuda.get_rng_state()} if of_device and torch.cuda.is_available() else state
 
 
 def check_random_state(state: Any) -> None:

@@ -247,6 +247,16 @@ class LossSums:
                 self._sums[start] += found[name].total
                 self._sums[start + 1] += found[name].count
 
+    def state(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The sums so far over all ranks, which have to ask together."""
+        return reduce(self._sums.clone())
+
+    def load_state(self, sums: torch.Tensor, *, keep: bool) -> None:
+        """Go on with what `state` gave, which one rank is to ``keep``. Sums of other measures or data sets are passed
+        over."""
+        if keep and sums.shape == self._sums.shape:
+            self._sums = sums.to(self._sums)
+
     def drain(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> MeanLosses:
         """The means since the last time; ``reduce`` adds up those of all ranks, which have to ask together."""
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
