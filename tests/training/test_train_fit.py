@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from luthier.errors import CheckpointError, TrainingError, UserError
 from luthier.records import Segment
 from luthier.training import fit as fit_module
 from luthier.training.fit import fit_data
+from luthier.training.folder.checkpoint import checkpoint_step
 from luthier.training.folder.run_folder import check_run_folder
 from luthier.training.report import Ended, RunResult
 from luthier.training.report.events import Event, Note, Saved, StepDone
@@ -426,6 +428,50 @@ def test_a_named_checkpoint_may_be_gone_on_from_with_more_steps(train: Train, tm
     assert [s.step for s in longer.steps] == list(range(1, 9))
     with pytest.raises(CheckpointError, match="no such folder"):
         train(DATA, output__resume=str(tmp_path / "run" / "checkpoint-3"))
+
+
+def test_a_checkpoint_of_another_folder_brings_its_curve_along_and_its_best(train: Train, tmp_path: Path) -> None:
+    spoiled = {**SAVING, "train__learning_rate": 5.0, "train__lr_scheduler_type": "constant", "train__max_steps": 6}
+    spoiled |= {"eval__strategy": "steps", "eval__steps": 1, "eval__load_best_model_at_end": True}
+    first = train(DATA, **spoiled)
+    assert first.best_checkpoint is not None and checkpoint_step(Path(first.best_checkpoint)) < 4
+    beside = {"folder": "beside", "output__resume": str(tmp_path / "run" / "checkpoint-4")}
+    second = train(DATA, **beside, **spoiled)
+    assert (_losses(second), second.evals[0].step, second.best_checkpoint) == (_losses(first), 0, first.best_checkpoint)
+    weights = [(tmp_path / run / "model" / "model.safetensors").read_bytes() for run in ("run", "beside")]
+    assert weights[0] == weights[1]
+    assert _losses(train(DATA, **beside, **spoiled)) == _losses(first), "the same command once more"
+
+
+def test_a_checkpoint_of_another_folder_does_not_go_on_beside_another_run(train: Train, tmp_path: Path) -> None:
+    train(DATA, **SAVING)
+    train(DATA, folder="beside", train__learning_rate=1e-4, **SAVING)
+    named = str(tmp_path / "run" / "checkpoint-2")
+    with pytest.raises(CheckpointError, match="holds a run"):
+        train(DATA, folder="beside", output__resume=named, **SAVING)
+    with pytest.raises(CheckpointError, match="holds a run"):
+        check_run_folder(make_config(tmp_path / "beside", output__resume=named, **SAVING))
+    assert train(DATA, folder="beside", train__learning_rate=1e-4, **SAVING).resumed_from == "checkpoint-4"
+
+
+def test_the_best_checkpoint_is_found_in_a_folder_that_has_moved(train: Train, tmp_path: Path) -> None:
+    still = {**SAVING, "eval__strategy": "steps", "eval__steps": 1, "train__learning_rate": 1e-30}
+    still |= {"eval__load_best_model_at_end": True}
+    train(DATA, **still)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    moved = train(DATA, folder="moved", **{**still, "train__max_steps": 6, "output__save_strategy": "no"})
+    assert (moved.resumed_from, moved.best_checkpoint) == ("checkpoint-4", "checkpoint-1")
+
+
+def test_a_run_that_goes_on_between_two_lines_of_the_log_logs_all_of_the_interval(train: Train, tmp_path: Path) -> None:
+    long = {**SAVING, "train__max_steps": 6, "tracking__logging_steps": 5}
+    whole = train(DATA, **long)
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
+    resumed = train(DATA, **long)
+    assert resumed.resumed_from == "checkpoint-2"
+    told = [[(s.step, s.loss, s.tokens, s.target_tokens, s.measures) for s in run.steps] for run in (whole, resumed)]
+    assert told[0] == told[1] and [step for step, *_ in told[0]] == [5, 6]
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "warmup_stable_decay"])

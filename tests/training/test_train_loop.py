@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,9 +12,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from tiny_runs import TINY, make_config, make_data, make_segments
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainerState, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 import luthier
 from luthier.config.choices import SCHEDULERS
@@ -96,18 +105,19 @@ def _model() -> Any:
 # -------------------------------------------------------------------------------------------------------- callbacks
 
 
-def _by_transformers(folder: Path) -> Watching:
+def _by_transformers(folder: Path, *others: TrainerCallback, strategy: str = "steps", every: int = 2) -> Watching:
     """The same number of rows and steps, trained by transformers' own Trainer."""
     watching = Watching()
     rows = [{"input_ids": list(range(5, 12)), "labels": list(range(5, 12))}] * ROWS
     arguments = TrainingArguments(
         output_dir=str(folder), num_train_epochs=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        per_device_eval_batch_size=2, logging_steps=2, eval_strategy="steps", eval_steps=2, eval_on_start=True,
-        save_strategy="steps", save_steps=2, use_cpu=True, report_to="none", disable_tqdm=True,
+        per_device_eval_batch_size=2, logging_steps=every, eval_strategy=strategy, eval_steps=2, eval_on_start=True,
+        save_strategy=strategy, save_steps=2, use_cpu=True, report_to="none", disable_tqdm=True,
     )  # fmt: skip
     trainer = transformers.Trainer(
-        _model(), arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=[watching], processing_class=object()
-    )
+        _model(), arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=[*others, watching],
+        processing_class=object(),
+    )  # fmt: skip
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.save_model = lambda folder, **_: Path(folder).mkdir(parents=True)  # the weights are no matter here
     trainer.train()
@@ -124,6 +134,66 @@ def test_callbacks_hear_the_events_of_transformers_trainer_in_its_order(run: Run
         assert given <= watching.given[name], name
     assert {"loss", "grad_norm", "learning_rate", "epoch"} <= watching.logged[1].keys()
     assert {"train_loss", "train_runtime", "train_steps_per_second"} <= watching.logged[-1].keys()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stopped", [None, 3])
+def test_what_is_due_after_an_epoch_comes_behind_its_end_also_where_a_callback_breaks_it_off(
+    run: Run, tmp_path: Path, stopped: int | None
+) -> None:
+    def others() -> list[TrainerCallback]:
+        return [] if stopped is None else [Switching("on_step_end", stopped, "should_training_stop")]
+
+    expected, watching = _by_transformers(tmp_path / "theirs", *others(), strategy="epoch", every=1), Watching()
+    by_epoch = {"eval__strategy": "epoch", "output__save_strategy": "epoch", "tracking__logging_steps": 1}
+    result = run(*others(), watching, **by_epoch)
+    assert watching.events == expected.events
+    assert [each.step for each in result.evals] == [0, 2, stopped or 4]
+
+
+class Seeing(TrainerCallback):  # type: ignore[misc]
+    """Keeps the state and the arguments at the beginning, and the weights at the end."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.args, self.state = args, dataclasses.replace(state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("how", ["best", "average"])
+def test_callbacks_hear_the_end_when_the_model_has_the_weights_that_are_saved(
+    run: Run, tmp_path: Path, how: str
+) -> None:
+    spoiled = {"eval__steps": 1, "train__learning_rate": 5.0, "train__lr_scheduler_type": "constant"}
+    average = {"train__optim": "schedule_free_sgd", "train__lr_scheduler_type": "constant"}
+    seeing = Seeing()
+    result = run(seeing, eval__load_best_model_at_end=how == "best", **(spoiled if how == "best" else average))
+    assert how == "average" or result.best_checkpoint != "checkpoint-4"
+    saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert all(torch.equal(seeing.weights[name], weight) for name, weight in saved.items())
+
+
+def test_callbacks_and_trackers_are_told_the_settings_of_the_run(run: Run) -> None:
+    seeing = Seeing()
+    run(
+        seeing, train__optim="muon", train__max_steps=3, eval__strategy="epoch", eval__load_best_model_at_end=True,
+        output__save_steps=0.4, output__save_total_limit=7, train__num_train_epochs=5,
+    )  # fmt: skip
+    told = seeing.args.to_dict()
+    expected = {
+        "num_train_epochs": 5, "optim": "muon", "eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 0.4,
+        "save_total_limit": 7, "load_best_model_at_end": True, "per_device_eval_batch_size": 2, "max_steps": 3,
+    }  # fmt: skip
+    assert {name: told[name] for name in expected} == expected
+    assert (seeing.state.num_train_epochs, seeing.state.save_steps) == (2, 2), "three steps, two to an epoch"
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_epoch_end"])
+def test_a_run_ends_with_its_last_step_whatever_callbacks_make_of_the_switch(run: Run, event: str) -> None:
+    going_on = TrainerCallback()
+    setattr(going_on, event, lambda *_, **given: TrainerControl())
+    assert run(going_on).global_step == 4
 
 
 def test_the_loss_of_the_whole_run_is_the_mean_of_its_steps(run: Run) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.utils import DynamoBackend
 from tiny_runs import make_config, make_data, make_segments
+from transformers.utils import logging as transformers_logging
 
 from luthier.config.choices import Precision
 from luthier.errors import UserError
@@ -65,6 +68,21 @@ def test_switches_of_torch_are_ours_during_a_run_and_given_back() -> None:
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_a_programs_random_numbers_threads_and_messages_are_its_own_again_after_a_run(train: Train) -> None:
+    drawn: list[tuple[float, ...]] = []
+    verbosity, threads = transformers_logging.get_verbosity(), torch.get_num_threads()
+    for seed in (1, 2):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        expected = (random.Random(seed).random(), np.random.RandomState(seed).rand())
+        train(DATA, folder=f"run-{seed}", runtime__threads=2)
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+        assert drawn[-1][:2] == expected
+    assert drawn[0][2] != drawn[1][2]
+    assert (transformers_logging.get_verbosity(), torch.get_num_threads()) == (verbosity, threads)
 
 
 @pytest.mark.parametrize("name", ["ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"])

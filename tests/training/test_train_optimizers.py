@@ -14,6 +14,7 @@ import transformers
 from tiny_models import MODELS
 from tiny_runs import TINY, make_config, make_data, make_segments
 from tiny_vlms import tiny_vlm
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from luthier.config.choices import AdapterType, ModelPart
@@ -27,7 +28,7 @@ from luthier.models.adapters import apply_adapter, decoder_layers
 from luthier.presets import model_folder
 from luthier.training.fit import fit_data
 from luthier.training.folder.state import optimizer_state, put_optimizer_state, read_state, write_state
-from luthier.training.optimizer import make_optimizer, training_arguments
+from luthier.training.optimizer import decayed_names, make_optimizer, training_arguments
 from luthier.training.report import RunResult
 from luthier.training.updates import BackwardUpdates, OffloadedOptimizer
 from scripts.doc_tables import optimizer_table
@@ -93,6 +94,23 @@ def _steps(model: Any, optimizer: Any, numbers: range) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- all
+
+
+def test_no_norm_decays_whatever_it_is_called() -> None:
+    model = nn.Module()
+    model.norm1, model.ln_pre, model.norm_f = nn.RMSNorm(4), nn.LayerNorm(4), nn.GroupNorm(1, 4)
+    model.normed = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4))
+    assert decayed_names(model) == {"normed.0.weight"}
+
+
+def test_a_projection_is_in_the_order_in_which_it_is_written(tmp_path: Path) -> None:
+    """Else a run that goes on multiplies with another order of the same numbers, which is rounded otherwise."""
+    _require("galore_adamw")
+    model = _model()
+    optimizer = _made(model, "galore_adamw", rank=4)
+    _steps(model, optimizer, range(1))
+    matrices = [v["projector"].ortho_matrix for v in optimizer.state.values() if "projector" in v]
+    assert matrices and all(matrix.is_contiguous() for matrix in matrices)
 
 
 def _described(optimizer: Any) -> tuple[Any, ...]:
