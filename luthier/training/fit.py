@@ -53,7 +53,7 @@ from luthier.training.folder.checkpoint import (
 from luthier.training.folder.run_folder import ledger_of_run
 from luthier.training.folder.state import plain_optimizer
 from luthier.training.generate import AnswerMeasures, Question, answer_all, answering, choose_questions, passed_over_by
-from luthier.training.processes import naming_lost_ranks, optimizer_facts, own_numerics, peak_memory
+from luthier.training.processes import ended_trackers, naming_lost_ranks, optimizer_facts, own_numerics, peak_memory
 from luthier.training.report import LOG_FILE, DataSummary, Ended, ModelSummary, RunResult, SourceSummary, events
 from luthier.training.report.events import read_log
 from luthier.training.rollouts import ledger_of_answers
@@ -103,7 +103,7 @@ def fit_data(
 ) -> RunResult:
     """`fit` for segments from anywhere. Data that is still on its way is asked for when the ranks have met."""
     sharding.refuse_other_ways(os.environ)
-    with own_numerics() as not_followed:
+    with own_numerics() as not_followed, ended_trackers(config.tracking.report_to):
         return _fit(config, tokenizer, data, tuple(callbacks), on_event, not_followed)
 
 

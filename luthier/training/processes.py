@@ -84,6 +84,24 @@ def own_numerics(environment: MutableMapping[str, str] = os.environ) -> Iterator
             transformers_logging.enable_progress_bar()
 
 
+@contextmanager
+def ended_trackers(names: Sequence[str]) -> Iterator[None]:
+    """A run of mlflow's that has begun within it ends with it, also where that fails: the next one of this process
+    would be written into it."""
+    if "mlflow" not in names:
+        yield
+        return
+    import mlflow
+
+    before = mlflow.active_run()
+    try:
+        yield
+    except BaseException:
+        if before is None and mlflow.active_run() is not None:
+            mlflow.end_run(status="FAILED")
+        raise
+
+
 def refuse_lossy(environment: Mapping[str, str]) -> None:
     """Raise `UserError` where a variable makes float32 something less, in a library that has read it already."""
     for name, harmless in _LOSSY.items():

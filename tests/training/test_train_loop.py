@@ -333,13 +333,23 @@ import torch
 from tiny_runs import make_config, make_data, make_segments
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.training.fit import fit_data
+from transformers import TrainerCallback
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
-config = make_config(folder / "run", tracking__report_to=["mlflow"], tracking__run_name="a name",
-                     tracking__logging_steps=1)
-result = fit_data(config, load_tokenizer("preset:tiny-qwen3"), make_data(make_segments(8)))
+class Failing(TrainerCallback):
+    def on_step_end(self, args, state, control, **given):
+        raise KeyError("a program's own error")
+held = []
+for name, callbacks in (("fails", [Failing()]), ("a name", [])):
+    config = make_config(folder / name, tracking__report_to=["mlflow"], tracking__run_name=name,
+                         tracking__logging_steps=1)
+    try:
+        result = fit_data(config, load_tokenizer("preset:tiny-qwen3"), make_data(make_segments(8)), callbacks=callbacks)
+    except KeyError as error:
+        held.append(error)  # as a notebook holds it, and with it all that was there
 import mlflow
-(found,) = mlflow.MlflowClient().search_runs(["0"])
+found, failed = mlflow.MlflowClient().search_runs(["0"])
+assert (failed.info.run_name, failed.info.status, len(held)) == ("fails", "FAILED", 1)
 losses = mlflow.MlflowClient().get_metric_history(found.info.run_id, "loss")
 losses.sort(key=lambda each: each.step)  # they are written in the background, two at a time
 told = {"name": found.info.run_name, "status": found.info.status, "rate": found.data.params["learning_rate"],
@@ -348,7 +358,9 @@ told = {"name": found.info.run_name, "status": found.info.status, "rate": found.
 """
 
 
-def test_mlflow_gets_every_loss_and_the_run_ends_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_gets_every_loss_and_a_run_ends_there_also_where_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a process of its own: mlflow starts threads, and keeps its runs in the working folder."""
     monkeypatch.chdir(tmp_path)
     program = tmp_path / "program.py"

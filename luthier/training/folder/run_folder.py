@@ -185,15 +185,16 @@ def _is_elsewhere(checkpoint: Path, run: Path) -> bool:
 
 
 def _begin_with(checkpoint: Path, config: RunConfig) -> None:
-    """Make the folder that of a run which goes on from a checkpoint of another folder: with the log of that run, and
-    with nothing of any other."""
+    """Make the folder that of a run which goes on from a checkpoint of another folder: with what that run has logged
+    and lost, and with nothing of any other."""
     run = config.output.dir
     _refuse_beside(config)
     if not _has_begun_alike(config):
         _refuse_to_clear(config)
         _clear(run, with_checkpoints=False)
-    if (log := checkpoint.parent / LOG_FILE).is_file():
-        FILES.write(run / LOG_FILE, log.read_bytes())
+    for before in (checkpoint.parent / LOG_FILE, checkpoint.parent / LOST_FILE):
+        if before.is_file():
+            FILES.write(run / before.name, before.read_bytes())
 
 
 def _refuse_beside(config: RunConfig) -> None:
