@@ -305,8 +305,8 @@ class OutputConfig(Section):
     overwrite: bool = False
     """Start anew in a folder that already holds a run: all that it left is deleted, its predictions too."""
     resume: choices.NonEmpty = "auto"
-    """``auto``: go on from the newest whole checkpoint in ``dir``, if any; ``never``; or a checkpoint's path. Where it is
-    of another folder, the log up to it is brought along, and ``dir`` must hold no other run."""
+    """``auto``: go on from the newest whole checkpoint in ``dir``, if any; ``never``; or a checkpoint's path. From
+    another folder the log up to it is brought along, and ``dir`` must hold no other run."""
     save_strategy: Annotated[choices.Strategy, choices.as_enum(choices.Strategy)] = choices.Strategy.EPOCH
     """When to save a checkpoint."""
     save_steps: choices.Interval = 500
