@@ -198,7 +198,7 @@ def _transformers_own(model: nn.Module, args: TrainingArguments, train: TrainCon
 
 def decayed_names(model: nn.Module) -> set[str]:
     """The names of the parameters that decay: all but biases and norms. transformers goes by names alone and lets the
-    norms of some models decay, which are named otherwise (``norm1``, ``ln_pre``, ``norm_f``)."""
+    norms of some models decay, such as those that end in a number."""
     norms = {type(module) for module in model.modules() if _is_norm(module)}
     return set(get_parameter_names(model, [nn.LayerNorm, *norms], NOT_DECAYED))
 
