@@ -45,8 +45,8 @@ from luthier.sources.formats.turns import as_row
 from luthier.training.assemble import RunModel
 from luthier.training.folder import artifacts
 from luthier.training.folder.artifacts import answering_digest, refuse_another_base, saved_stops
-from luthier.training.folder.checkpoint import read_json
-from luthier.training.folder.run_folder import BASE_FOLDER, MODEL_FOLDER, refuse_unfollowed, said_in
+from luthier.training.folder.checkpoint import read_json, said_in
+from luthier.training.folder.run_folder import BASE_FOLDER, MODEL_FOLDER, refuse_unfollowed
 from luthier.training.report import RESULT_FILE
 from luthier.writing import write_all
 

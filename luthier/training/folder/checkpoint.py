@@ -23,10 +23,12 @@ from typing import Any
 
 import msgspec
 import torch
+from pydantic import ValidationError
 from safetensors import safe_open
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
+from luthier.config.schema import RunConfig
 from luthier.errors import CheckpointError, UserError
 from luthier.loader.stream_state import LoaderState
 from luthier.training.folder import FILES, reported
@@ -328,6 +330,21 @@ def read_json(path: Path) -> dict[str, object]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object")
     return content
+
+
+def said_in(path: Path) -> dict[str, object]:
+    """What a run's description says beside the defaults, which it has all written out. Raises `CheckpointError`."""
+    load_plugins()  # whose losses have numbers of their own
+    told: dict[str, Any] = read_json(path)
+    if isinstance(objective := told.get("objective"), dict):  # numbers of other losses, of plugins that may be gone
+        told["objective"] = {key: value for key, value in objective.items() if value is not None}
+    try:
+        return RunConfig.model_validate(told).model_dump(mode="json", exclude_defaults=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = f"{path} cannot be read: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        hint = "it was written by another version of Luthier, or with a plugin that is not installed here"
+        raise CheckpointError(what, hint=hint) from error
 
 
 def checkpoints(run: Path) -> list[Path]:

@@ -19,7 +19,6 @@ from luthier.ledger import Ledger
 from luthier.loader.feed import FeedPlace
 from luthier.loader.stream_state import LoaderState
 from luthier.packing.planner import PlannerPlace
-from luthier.plugins import load_plugins
 from luthier.records import Address, Batch
 from luthier.training.folder import FILES, artifacts
 from luthier.training.folder import checkpoint as checkpoints
@@ -292,21 +291,6 @@ def _read_run_config(run: Path) -> dict[str, object]:
             f"{run} holds a run, but its {RUN_CONFIG} cannot be read: {error.message}",
             hint="choose another output.dir; to begin anew in this one, set output.overwrite: true",
         ) from error
-
-
-def said_in(path: Path) -> dict[str, object]:
-    """What a run's description says beside the defaults, which it has all written out. Raises `CheckpointError`."""
-    load_plugins()  # whose losses have numbers of their own
-    told: dict[str, Any] = checkpoints.read_json(path)
-    if isinstance(objective := told.get("objective"), dict):  # numbers of other losses, of plugins that may be gone
-        told["objective"] = {key: value for key, value in objective.items() if value is not None}
-    try:
-        return RunConfig.model_validate(told).model_dump(mode="json", exclude_defaults=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        what = f"{path} cannot be read: {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        hint = "it was written by another version of Luthier, or with a plugin that is not installed here"
-        raise CheckpointError(what, hint=hint) from error
 
 
 def _as_read_today(there: dict[str, object]) -> dict[str, object]:
