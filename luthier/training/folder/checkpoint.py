@@ -31,6 +31,7 @@ from transformers.trainer_callback import ExportableState
 from luthier.config.schema import RunConfig
 from luthier.errors import CheckpointError, UserError
 from luthier.loader.stream_state import LoaderState
+from luthier.plugins import load_plugins
 from luthier.training.folder import FILES, reported
 from luthier.training.folder.state import (
     READING_FAULTS,
