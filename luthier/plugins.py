@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from traceback import extract_tb, walk_stack
 from typing import TypeVar
 
@@ -191,8 +192,9 @@ def refuse_text(what: str, *fields: object, besides: str = "") -> None:
 
 def failure_of(what: str, error: Exception) -> PluginError:
     """What a plugin's function raised, as an error that says where. ``what`` names the function:
-    ``the loss 'focal' of luthier-quiz 0.1.0``. The caller's own line is the first of the traceback."""
-    frames = extract_tb(error.__traceback__)[1:]
+    ``the loss 'focal' of luthier-quiz 0.1.0``. Its line is the first of the traceback that is not in Luthier."""
+    here = Path(__file__).parent
+    frames = [frame for frame in extract_tb(error.__traceback__) if not Path(frame.filename).is_relative_to(here)]
     place = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
     told = f"{what} failed{place}: {type(error).__name__}: {error}"
     return PluginError(told, hint="fix the plugin: docs/plugins.md says what its function is given")

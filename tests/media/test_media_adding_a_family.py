@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from transformers import BatchFeature, ProcessorMixin
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.image_utils import make_flat_list_of_images
 
+from luthier.errors import PluginError
 from luthier.media.families import CAT, Family, Modules, Rule, Settings
 from luthier.media.processors.calling import merge_features
 from luthier.media.processors.processor import MediaProcessor
+from luthier.plugins import Table
 from luthier.records import ImageHeader
 from tests.media.test_media_batching import decoded
 from tests.media.test_media_families import our_ids, own_ids, picture, random_sizes
@@ -94,6 +97,20 @@ def test_postcards_are_planned_and_batched_as_their_processor_does(media: MediaP
     together = media.processor(text=["<card>"] * len(sizes), images=pictures)
     for key, value in merged.items():
         np.testing.assert_array_equal(value, together[key], err_msg=key)
+
+
+def test_what_a_plugins_family_raises_is_told_as_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(settings: Settings, headers: Sequence[ImageHeader]) -> dict[str, Any]:
+        return {"card_shapes": headers[len(headers)]}
+
+    table = Table("family", {})
+    table.add("broken", replace(POSTCARD, name="broken", image=Rule(measure=broken)))
+    for module in ("families.table", "processors.processor"):
+        monkeypatch.setattr(f"luthier.media.{module}.FAMILIES", table)
+    media = MediaProcessor.of(PostcardProcessor(PostcardImageProcessor(), tiny_tokenizer("<card>", "<row>")))
+    line = broken.__code__.co_firstlineno + 1
+    with pytest.raises(PluginError, match=f"'broken' of this program.*{Path(__file__).name}:{line}.*IndexError"):
+        media.expand([ImageHeader(width=30, height=20)])
 
 
 def test_the_page_shows_the_code_of_this_file() -> None:

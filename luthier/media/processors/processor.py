@@ -35,10 +35,11 @@ from luthier.media.families import (
     Settings,
 )
 from luthier.media.families.rules import expert_kinds
-from luthier.media.families.table import family_of
+from luthier.media.families.table import FAMILIES, family_of
 from luthier.media.files.decoding import Decoded, DecodedAudio, DecodedImage
 from luthier.media.processors import calling, kind_of, write
 from luthier.media.processors.calling import call_as_newer, offer_older_names
+from luthier.plugins import failure_of
 from luthier.records import AudioHeader, ImageHeader, MediaHeader
 
 if TYPE_CHECKING:
@@ -220,6 +221,10 @@ class MediaProcessor:
                 raise
             sizes = ", ".join(f"{item.width}x{item.height}" for item in items if not isinstance(item, AudioHeader))
             raise RowError("media_size", f"{error} ({sizes})" if sizes else str(error)) from error
+        except Exception as error:
+            if (name := self.family.name) not in FAMILIES.added():
+                raise
+            raise failure_of(f"the family {name!r} of {FAMILIES.added_by(name)}", error) from error
         strings = [next(written[kind]) for kind in kinds]
         if self.family.number is not None:
             strings = self.family.number(strings, kinds, self._settings)

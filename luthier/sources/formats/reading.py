@@ -296,7 +296,7 @@ class Reading:
         )
 
     def feedback(self, prompt: Sequence[Message], completion: Sequence[Message], field: str) -> Feedback:
-        """The continuation with its verdict."""
+        """The continuation, read from column ``field``, with its verdict, which is in column ``kto_tag``."""
         self._check_answer(completion, field)
         tools = self._close([*prompt, *completion])
         asked = (self.prompt_field(), prompt)
