@@ -115,9 +115,14 @@ class NamedTemplate:
     aliases: tuple[str, ...] = ()
     source: str = ""
 
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The control tokens that it writes, those that end an answer among them."""
+        return tuple(token for token in dict.fromkeys((*self.tokens, *self.stops)) if token != EOS)
+
     def missing(self, control: Collection[str]) -> list[str]:
         """Control tokens that it writes and that are none of a tokenizer's: they would be split, and mean nothing."""
-        return [token for token in self.tokens if token not in control]
+        return [token for token in self.written if token not in control]
 
 
 _CHATML = ("<|im_start|>", "<|im_end|>")
@@ -466,7 +471,7 @@ def require_tokens(name: str, *, control: Collection[str], special_tokens: Mappi
         listed = ", ".join(f'"{token}"' for token in missing)
         usable = [template.name for template in named_templates() if not template.missing(control)]
         raise TemplateError(
-            f"template.chat_template: {name} writes {counted(len(facts.tokens), 'control token')}, "
+            f"template.chat_template: {name} writes {counted(len(facts.written), 'control token')}, "
             f"and the tokenizer of {origin} lacks {len(missing)} of them: {', '.join(missing)}",
             hint=f"add them, with model.add_special_tokens: [{listed}], or take a template that this tokenizer has the "
             f"tokens for: {', '.join(usable)}",

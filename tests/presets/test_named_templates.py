@@ -465,6 +465,11 @@ def test_what_is_no_name_is_none() -> None:
 # ------------------------------------------------------------------------------------------------- with a tokenizer
 
 
+def test_what_ends_an_answer_has_to_be_a_token_too() -> None:
+    facts = NamedTemplate(name="x", models="x", source="x", stops=("<end>", "eos_token"), tokens=("<turn>",))
+    assert facts.missing({"<turn>"}) == ["<end>"] and facts.missing({"<turn>", "<end>"}) == []
+
+
 def test_missing_tokens_are_those_the_tokenizer_lacks() -> None:
     assert facts_of("chatml").missing({"<|im_end|>", "</s>"}) == ["<|im_start|>"]
     assert facts_of("gemma3").missing(()) == ["<start_of_turn>", "<end_of_turn>"]
