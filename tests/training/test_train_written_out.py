@@ -220,7 +220,8 @@ def test_verdicts_are_learned_as_the_papers_say(
     losses = losses + numbers["sft_weight"] * torch.where(good, means, 0.0)
     expected = (torch.tensor([paper.mean_weight(each) for each in answers]).double() * losses).mean()
     require_same(expected, steps[1], model, result.steps[1].loss)
-    assert result.steps[1].measures["kl"] == pytest.approx(kl, rel=1e-4)
+    told = result.steps[1].measures.get("kl")
+    assert told == pytest.approx(kl, rel=1e-4) if loss == "kto" else told is None, "no loss but KTO's estimates it"
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,8 @@ class FeedbackLosses(step_losses.AnswerLosses):
 
     @property
     def measured(self) -> tuple[str, ...]:
-        return (*REWARDS, ACCURACIES, "logps/chosen", "logps/rejected", "nll", "kl", ENTROPY)
+        estimated = ("kl",) if LOSSES[self.name].estimates_kl else ()
+        return (*REWARDS, ACCURACIES, "logps/chosen", "logps/rejected", "nll", *estimated, ENTROPY)
 
     def begin_step(self, model: nn.Module, batches: Iterable[Batch], reduce: step_losses.Reduce) -> None:
         """Estimate KL(policy, reference) over the whole step, or take the mean reward of the steps before."""
@@ -127,10 +128,10 @@ class FeedbackLosses(step_losses.AnswerLosses):
         return self.reference.logps(batch)
 
     def _judged(self, scores: loss_sums.FeedbackScores) -> Measures:
-        """The estimate; and whether good rows are above and bad rows below what they are compared with."""
+        """Whether good rows are above and bad rows below what they are compared with; and the estimate, if any."""
         kl = self._baselines.kl
         ratios_R = scores.logps_R.detach() - scores.ref_logps_R - kl
-        return {
-            "kl": measure(ratios_R.new_full(ratios_R.shape, kl)),
-            ACCURACIES: measure(torch.where(scores.desirable_R, ratios_R > 0, ratios_R < 0)),
-        }
+        told = {ACCURACIES: measure(torch.where(scores.desirable_R, ratios_R > 0, ratios_R < 0))}
+        if LOSSES[self.name].estimates_kl:
+            told["kl"] = measure(ratios_R.new_full(ratios_R.shape, kl))
+        return told
