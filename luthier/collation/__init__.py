@@ -66,11 +66,6 @@ class Grid:
     lost: tuple[records.LostMedia, ...] = ()
 
     @property
-    def has_media(self) -> bool:
-        """Whether an item stands in it."""
-        return any(items for row in self.media for items in row)
-
-    @property
     def branches(self) -> tuple[tuple[records.Branch, ...], ...]:
         """Per row its branches; a whole segment is a root that nothing continues."""
         parents = self.parents or tuple((-1,) * len(row) for row in self.lengths)
@@ -403,17 +398,10 @@ def _stacked(rows: Sequence[NDArray[np.generic]]) -> NDArray[np.generic]:
 def _blanked(grid: Grid, groups: set[int], how: CollateSettings) -> Grid:
     """The grid with padding in the place of some of its groups (segments, or trees), counted over all rows."""
     ids_BT, learned_BT = grid.ids_BT.copy(), grid.learned_BT.copy()
-    media = []
-    number = 0
-    for row, spans in enumerate(_group_spans(grid)):
-        kept = []
-        for span, items in zip(spans, grid.media[row], strict=True):
-            if number in groups:
-                ids_BT[row, span], learned_BT[row, span] = how.pad_token_id, False
-            kept.append(() if number in groups else items)
-            number += 1
-        media.append(tuple(kept))
-    return replace(grid, ids_BT=ids_BT, learned_BT=learned_BT, media=tuple(media))
+    places = [(row, span) for row, spans in enumerate(_group_spans(grid)) for span in spans]
+    for number in groups:
+        ids_BT[places[number]], learned_BT[places[number]] = how.pad_token_id, False
+    return replace(grid, ids_BT=ids_BT, learned_BT=learned_BT)
 
 
 def _group_spans(grid: Grid) -> list[list[slice]]:

@@ -206,7 +206,7 @@ def _stretched(index_M: Ints, length_M: Ints, count_M: Ints) -> Ints:
     step_M = end_M / np.maximum(last_M, np.float32(1))
     index = index_M.astype(np.float32)
     places_M = np.where(index_M < count_M / 2, step_M * index, end_M - step_M * (last_M - index))
-    return np.where(count_M > 1, np.rint(places_M), 0).astype(np.int64)
+    return np.rint(places_M).astype(np.int64)
 
 
 def _place_slices(positions_3T: Ints, slices: _Crops, columns_F: Ints, origin_F: Ints, closed_F: Ints) -> None:

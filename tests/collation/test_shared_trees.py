@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -144,8 +146,11 @@ def test_some_segments_of_a_batch_are_the_batch_of_these_segments(rows, data):
     kept = data.draw(st.sets(st.integers(0, len(leaves) - 1), min_size=1))
     packs = [Pack(segments=(leaves[number],)) for number in sorted(kept)]
     expected = collate_packs(packs, packed=False, pad_token_id=PAD)
+    any_order = data.draw(st.permutations(sorted(kept)))
     for layout, batch in batches.items():
-        narrowed = only_segments(batch, kept, pad_token_id=PAD)
+        batch = replace(batch, sources=tuple(range(len(leaves))))
+        narrowed = only_segments(batch, any_order, pad_token_id=PAD)
+        assert narrowed.sources == tuple(sorted(kept)), layout
         assert narrowed.model_inputs.keys() == batch.model_inputs.keys(), layout
         if layout == "varlen":
             assert int(narrowed.model_inputs["cu_seq_lens_q"][-1]) == narrowed.model_inputs["input_ids"].numel()
@@ -158,6 +163,10 @@ def test_some_segments_of_a_batch_are_the_batch_of_these_segments(rows, data):
                    for b in (found, expected)]  # fmt: skip
         assert torch.equal(*weights), layout
         assert torch.equal(found.labels_BT, expected.labels_BT), layout
+        if layout == "padded":
+            weights_BT = [torch.ones(b.labels_BT.shape) if b.weights_BT is None else b.weights_BT
+                          for b in (found, expected)]  # fmt: skip
+            assert torch.equal(*weights_BT)
         assert (found.num_targets, found.num_segments) == (expected.num_targets, expected.num_segments)
         assert len(found.addresses) == len(kept)
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from luthier.config.choices import Overflow
 from luthier.errors import RowDropped, RowError, UserError
-from luthier.layout.cutting import cut_segment, plan_windows
+from luthier.layout.cutting import cut_segment, marks_around, plan_windows
 from luthier.records import Address, Segment
 
 ROW = Address(file="rows.jsonl", row=812)
@@ -73,8 +73,9 @@ def test_split_of_a_long_answer_opens_each_end_but_the_last():
     assert patterns(pieces) == ["..A.", ".AAA"]
 
 
-def test_split_of_a_document_is_consecutive_windows():
-    pieces = cut_segment(segment("AAAAAAA"), max_length=3, overflow=Overflow.SPLIT)
+@pytest.mark.parametrize("document", ["AAAAAAA", ".AAAAAA"])  # without and with a token that begins it
+def test_split_of_a_document_is_consecutive_windows(document):
+    pieces = cut_segment(segment(document), max_length=3, overflow=Overflow.SPLIT)
     assert patterns(pieces) == [".AA", ".AA"]  # the third window is one token, with nothing before it to predict it
     assert [piece.input_ids.tolist() for piece in pieces] == [[0, 1, 2], [3, 4, 5]]
 
@@ -90,6 +91,29 @@ def test_weights_are_cut_with_the_tokens():
     weight = np.arange(6, dtype=np.float32)
     pieces = cut_segment(segment(".AA.AA", weight), max_length=3, overflow=Overflow.SPLIT)
     assert [piece.weight.tolist() for piece in pieces] == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("branches", "expected"),
+    [
+        ("<X>", [(1, 1)]),
+        ("a<<X>>b", [(2, 2)]),
+        ("<<X>b", [(2, 1)]),
+        ("a<X>>b", [(1, 1)]),  # what closes an item is no more than what opens it
+        ("aX>", [(0, 0)]),
+        ("<<X>>a<<X>>", [(2, 2), (2, 2)]),
+        ("<X><X><X>", [(1, 1), (1, 1), (1, 1)]),  # what stands between two items is shared out
+        ("XX", [(0, 0), (0, 0)]),
+        ("a<|<X|>", [(1, 0)]),  # marks are of the item's own branch
+        ("a|b<|<X>", [(1, 1)]),
+        ("aX<<|<X", [(0, 0), (1, 0)]),
+    ],
+)
+def test_marks_of_media_are_the_control_tokens_at_their_sides(branches, expected):
+    tokens = branches.replace("|", "")
+    spans = [(place, place + 1) for place, token in enumerate(tokens) if token == "X"]
+    is_control = np.array([token in "<>" for token in tokens])
+    assert marks_around(spans, is_control, np.cumsum([len(branch) for branch in branches.split("|")])) == expected
 
 
 def test_cutting_does_not_write_into_the_original():

@@ -17,7 +17,7 @@ PAIR = (Branch(parent=-1, length=3), Branch(parent=0, length=2), Branch(parent=0
 def forests(draw):
     count = draw(st.integers(1, 6))
     return tuple(
-        Branch(parent=draw(st.integers(-1, node - 1)), length=draw(st.integers(1, 4))) for node in range(count)
+        Branch(parent=draw(st.integers(-1, node - 1)), length=draw(st.integers(0, 4))) for node in range(count)
     )
 
 

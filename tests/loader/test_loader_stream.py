@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections import Counter
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -73,12 +75,14 @@ def test_epochs_differ_and_can_be_asked_for(rows: PreparedSet) -> None:
 
 
 def test_a_loop_that_is_left_begins_anew(rows: PreparedSet) -> None:
-    loader = make(rows)
-    first = contents(loader)
-    loader.set_epoch(0)
-    for batch in loader:
-        assert content(batch) == first[0]
-        break
+    first, loader = contents(make(rows)), make(rows)
+    steps = []
+    for stop in (3, 1):
+        with closing(iter(loader)) as batches:
+            assert contents(itertools.islice(batches, stop)) == first[:stop]
+        steps.append(loader.state_dict()["step"])
+        make(rows).load_state_dict(loader.state_dict())  # refused if its trail were another loop's
+    assert steps == [3, 1]
     assert contents(loader) == first and loader.epoch == 1
 
 
@@ -102,7 +106,7 @@ def test_a_loop_goes_on_in_the_middle_of_an_epoch(rows: PreparedSet, num_workers
         assert len(json.dumps(state)) <= 4096
         resumed = make(rows, packing=packing, batch_size=2, num_workers=num_workers)
         resumed.load_state_dict(state)
-        assert resumed.epoch == stop // per_epoch
+        assert resumed.epoch == stop // per_epoch and resumed.state_dict() == state
         while resumed.epoch < 2:
             given += contents(resumed)
         assert given == expected, stop

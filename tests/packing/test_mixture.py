@@ -30,9 +30,10 @@ def sources_of(order, sizes):
 
 
 def test_by_epochs_a_weight_is_how_often_each_row_is_seen():
-    counts = Counter(order_of([100, 100, 100], mixture(1, 2.5, 0.25, by=MixtureBy.EPOCHS)).tolist())
-    times = [Counter(counts[row] for row in range(first, first + 100)) for first in (0, 100, 200)]
-    assert times == [{1: 100}, {2: 50, 3: 50}, {0: 75, 1: 25}]
+    for seed in range(8):
+        counts = Counter(order_of([100, 100, 100], mixture(1, 2.5, 0.25, by=MixtureBy.EPOCHS), seed=seed).tolist())
+        times = [Counter(counts[row] for row in range(first, first + 100)) for first in (0, 100, 200)]
+        assert times == [{1: 100}, {2: 50, 3: 50}, {0: 75, 1: 25}]
 
 
 def test_by_epochs_the_order_is_one_full_shuffle():

@@ -15,7 +15,7 @@ from luthier.packing import PlanSettings, SegmentTable, join
 from luthier.packing.epoch import EpochPlan, describe, plan_epoch
 from luthier.packing.order import ListedOrder, MixtureSettings, RowOrder
 from luthier.packing.packer import MAX_CARRIED, WindowPacker
-from luthier.packing.planner import EpochPlanner, PlannerPlace, TableRows
+from luthier.packing.planner import EpochPlanner, GrowingTable, PlannerPlace, TableRows
 from tests.conftest import examples
 
 NOTHING = (np.zeros(0, np.int64), SegmentTable.of_lengths([]))
@@ -111,6 +111,24 @@ def test_the_first_micro_batches_come_after_few_segments():
     counts = [len(packer.add([i], [length])) for i, length in enumerate(lengths)]
     assert counts.index(max(counts)) == 255 and max(counts) >= 72
     assert sum(counts) % 8 == 0  # no step waits for the next window
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_full_rows_of_documents_come_before_the_last_document(rows):
+    packer = WindowPacker(settings_of(Packing.SPLIT, rows_per_micro_batch=rows), epoch=0)
+    lengths = drawn(640)
+    planned = packer.add(np.arange(640), lengths)
+    num_tokens = int((planned.stops - planned.starts).sum())
+    assert num_tokens % (rows * 128) == 0, "whole micro-batches of full rows"
+    assert lengths.sum() - num_tokens < 2 * 64 * 128, "less than two windows wait for what follows"
+
+
+def test_a_table_grows_by_more_than_it_holds():
+    table = GrowingTable(np.dtype("<i8"))
+    numbers = np.arange(5 * len(table._memory))
+    table.append(numbers[:1])
+    table.append(numbers[1:])
+    assert np.array_equal(table.records, numbers)
 
 
 def test_micro_batches_of_a_window_are_in_random_order_but_for_the_balance():
