@@ -341,11 +341,13 @@ def test_one_text_for_all_answers_cannot_be_shortened_for_each(tmp_path: Path) -
 
 
 def test_pictures_go_with_their_turns(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(image_file(picture(64, 64)))
+    names = [f"{number}.png" for number in range(4)]
+    for number, name in enumerate(names):  # of other numbers of tokens
+        (tmp_path / name).write_bytes(image_file(picture(64, 64 + 32 * number)))
     shown = [said("user", f"<image>what is {number}?") for number in range(4)]
     messages = [one for pair in zip(shown, [said("assistant", "blue")] * 4, strict=True) for one in pair]
     config = config_of(
-        tmp_path, [{"messages": messages, "images": ["a.png"] * 4}], model={"name_or_path": "preset:tiny-qwen3-vl"}
+        tmp_path, [{"messages": messages, "images": names}], model={"name_or_path": "preset:tiny-qwen3-vl"}
     )
     encoder, (sample,) = encoded(config)
     whole = replace(encoder, keep_answer_within=None).encode(_record(config))

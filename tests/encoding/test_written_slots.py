@@ -75,6 +75,9 @@ def test_another_number_of_slots_is_refused_with_both_numbers(more: int, folder:
     )
     with pytest.raises(RowError, match=reason):
         encoded(row_of(f"{PAD * (count + more)} what?", "wide.png"), folder, processor)
+    behind = f"{slots_of(processor, 'tall.png')} and {PAD * (count + more)} what?"
+    with pytest.raises(RowError, match=reason):
+        encoded(row_of(behind, "tall.png", "wide.png"), folder, processor)
 
 
 def test_other_marks_than_the_models_own_are_refused(folder: Path, processor: Any) -> None:

@@ -282,6 +282,22 @@ def test_good_rows_become_likelier_and_bad_ones_less_likely(name):
     assert torch.equal(leaf.grad < 0, scores.desirable_R)
 
 
+def test_what_good_answers_lose_per_token_is_added_to_their_rows_alone():
+    scores = replace(feedback(), lengths_R=torch.arange(1, 10))
+    plain, more = (
+        feedback_loss_sum(scores, "kto", FeedbackSettings(sft_weight=weight), FeedbackBaselines()).losses_U
+        for weight in (0.0, 0.7)
+    )
+    assert scores.desirable_R[0], "an answer of one token is among them"
+    added = [
+        -0.7 * weight * logp / length if is_good else 0.0
+        for weight, logp, length, is_good in zip(
+            *(getattr(scores, f"{name}_R").tolist() for name in ("weights", "logps", "lengths", "desirable")), strict=True
+        )
+    ]
+    torch.testing.assert_close((more - plain).tolist(), added)
+
+
 def test_the_kl_of_a_step_is_the_mean_over_all_its_micro_batches_and_never_negative():
     policy, reference = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0.0, 0.0, 0.0])
     step = kl_measure(policy[:1], reference[:1]) + kl_measure(policy[1:], reference[1:])
