@@ -21,6 +21,7 @@ from luthier.config.choices import Overflow
 from luthier.encoding.encoder import Encoder
 from luthier.errors import ModelError, RowError, TemplateError, UserError
 from luthier.layout.cutting import marks_around, plan_windows
+from luthier.media.processors.processor import MediaProcessor
 from luthier.records import Image, ImageHeader, MediaItem
 from luthier.store import SampleStore, StoreWriter
 from luthier.store.format import build_shard, freeze_sample
@@ -192,6 +193,24 @@ def test_an_answer_over_two_turns_has_each_picture_once_in_a_pair(
     assert sample.media[0].start + sample.media[0].length <= sample.branches[0].length
     chosen, rejected = sample.segments()
     assert chosen.media == rejected.media == sample.media
+
+
+def test_an_item_that_inference_counts_otherwise_in_another_turn_is_refused(
+    folder: Path, processor: Any, pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thought = "{% if loop.last and message['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+    header = "<|im_start|>{{ message['role'] }}\n"
+    rewriting = luthier.load_tokenizer(folder, chat_template=TEMPLATE.replace(header, header + thought, 1))
+    row = chat(*[turn for name in SIZES for turn in (("user", [shown(pictures, name)]), ("assistant", "One."))])
+    assert len(encoded(row, rewriting, processor, pictures).segments()) == 3
+    expand = MediaProcessor.expand
+
+    def by_number(self: MediaProcessor, items: Any, following: Any = ()) -> list[str]:
+        return [text * (2 if len(items) > 1 else 1) for text in expand(self, items, following)]
+
+    monkeypatch.setattr(MediaProcessor, "expand", by_number)
+    with pytest.raises(RowError, check=reason_is("media_contexts")):
+        encoded(row, rewriting, processor, pictures)
 
 
 def test_documents_have_media_between_their_texts(tokenizer: Any, processor: Any, pictures: Path) -> None:

@@ -1,5 +1,6 @@
 """Preparing by units: the same rows as one after the other, known again by their bytes, shared between processes."""
 
+import io
 import json
 import os
 import signal
@@ -336,3 +337,13 @@ def wait_for_results(folder):
             return
         time.sleep(0.01)
     raise AssertionError("no unit was done")
+
+
+def test_a_file_that_gives_fewer_bytes_than_are_asked_for_is_read_on():
+    class Slow(io.BytesIO):
+        def readinto(self, buffer):
+            return super().readinto(memoryview(buffer)[:3])
+
+    units = WorkUnits(sources=(), units=[])
+    for content in (b"0123456789", b"01234"):
+        assert bytes(units._fill(Slow(content), 8)) == content[:8]

@@ -6,8 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from luthier.encoding.pieces import ControlRun, ExpandedRun, SlotText, expand_runs
 from luthier.encoding.pieces import fold as fold_branches
-from luthier.records import Branch, Sample
+from luthier.records import Branch, MediaPiece, Sample
+from luthier.rendering import ControlTokens
+from luthier.rendering.blueprint import TextRun
 
 Path = tuple[list[int], list[float]]
 
@@ -69,3 +72,38 @@ def test_every_path_and_every_target_is_found_again(paths: list[tuple[list[int],
         assert any(leaf[: len(ids)] == ids for leaf in leaves)
     trained = sum(int(target.sum()) for _, target in sample.unroll())
     assert trained == int(sample.target.sum()) == num_targets
+
+
+# ------------------------------------------------------------------------------------ what is written for media items
+
+
+def written(run: ExpandedRun) -> tuple[str, int | None]:
+    """A run's text, and the item that it belongs to."""
+    match run:
+        case ControlRun():
+            return run.token * run.count, run.number
+        case SlotText():
+            return run.text, run.number
+        case _:
+            assert isinstance(run, TextRun)
+            return run.text(()), None
+
+
+def test_text_at_the_ends_of_what_stands_for_an_item_joins_the_text_beside_it() -> None:
+    control = ControlTokens(tokens=frozenset({"<s>", "<p>", "<e>"}))
+    texts = ["<0 s><s><p><p> and <p><e> end", "<p><p>", "at<s><p><e>"]
+    question = TextRun(texts=(("See: ",),), weights=(0.0,))
+    answer = TextRun(texts=(("Yes",),), weights=(1.0,), by_model=True)
+    items = [MediaPiece(token="<p>", number=number) for number in range(3)]
+    found = expand_runs([question, items[0], question, items[1], items[2], answer], texts, control)
+    assert [written(run) for run in found] == [
+        ("See: <0 s>", None),
+        ("<s>", 0), ("<p><p>", 0), (" and ", 0), ("<p>", 0), ("<e>", 0),
+        (" endSee: ", None),
+        ("<p><p>", 1),
+        ("at", None),
+        ("<s>", 2), ("<p>", 2), ("<e>", 2),
+        ("Yes", None),
+    ]  # fmt: skip
+    behind = [written(run) for run in expand_runs([items[0], answer, items[0]], texts, control)]
+    assert behind[6:9] == [(" end", None), ("Yes", None), ("<0 s>", None)], "an answer is encoded by itself"
