@@ -7,7 +7,7 @@ import pytest
 
 from luthier.config.choices import Packing
 from luthier.packing import PlanSettings, SegmentTable, segment_costs
-from luthier.packing.balance import Balancer, mean_straggler
+from luthier.packing.balance import Balancer, mean_straggler, pad_rows
 from luthier.packing.epoch import plan_epoch, straggler_factor
 
 CAPACITY = 32_768
@@ -120,3 +120,14 @@ def test_a_step_of_tokens_ends_with_the_group_that_reaches_them():
     assert balance.order(threes, threes, rng)[1].tolist() == [4]
     assert balance.order(threes, threes, rng)[1].tolist() == [3]
     assert (balance.num_open, balance.step_tokens, balance.open_tokens) == (0, 6, 0)
+
+
+@pytest.mark.parametrize("num_rows", [16, 64, 400])
+def test_padded_rows_are_sorted_within_quarters_of_an_epoch_so_that_others_meet_in_the_next(num_rows):
+    rng = np.random.default_rng(0)
+    chosen, lengths = rng.permutation(num_rows), rng.permutation(num_rows) + 1
+    settings = PlanSettings(packing=Packing.NONE, capacity=512, rows_per_micro_batch=2, micro_batches_per_step=2)
+    found = pad_rows(chosen, lengths, settings).segment_ids
+    for quarter in np.split(np.arange(num_rows), 4):
+        assert set(found[quarter].tolist()) == set(chosen[quarter].tolist())
+        assert (np.diff(lengths[found[quarter]]) < 0).all(), "the longest first"
