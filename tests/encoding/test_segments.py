@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -187,3 +189,47 @@ def test_the_index_equals_cutting_every_segment_and_accounts_for_every_row(
     index.ledger.check(max_drop=len(samples))
     assert index.ledger.prepared == len(set(rows))
     assert index.lost_rows.tolist() == sorted(set(range(len(samples))) - set(rows))
+
+
+def grown(rng):
+    """A tree of up to nine branches, depth first as they are stored; each token has an id of its own."""
+    parts, path = [], [-1]
+    for node in range(rng.integers(1, 10)):
+        path = [*path[: rng.integers(1, len(path) + 1)], node]
+        parts.append((path[-2], int(rng.integers(1, 5))))
+    learned = rng.random(sum(length for _, length in parts)) < rng.choice([0.2, 0.8])
+    return sample("".join(np.where(learned, "A", ".")), *parts)
+
+
+def shared_beginnings(index, max_length):
+    """How many tokens each segment shares with the one before it, in trees of at most ``max_length``."""
+    held, size = [], 0
+    for number in range(len(index)):
+        ids, shared = index[number].input_ids, 0
+        if number and index.row_ids[number - 1] == index.row_ids[number]:
+            before = index[number - 1].input_ids
+            begin = index.place(number - 1)[1] == index.place(number)[1] == 0
+            shared = sum(itertools.accumulate(map(int.__eq__, before.tolist(), ids.tolist()), int.__mul__)) * begin
+            shared *= shared < min(len(before), len(ids)) and size + len(ids) - shared <= max_length
+        size = len(ids) - shared + (size if shared else 0)
+        held.append(shared)
+    return held
+
+
+@pytest.mark.parametrize("overflow", [Overflow.DROP, Overflow.TRUNCATE, Overflow.SPLIT])
+@pytest.mark.parametrize("max_length", [7, 9, 16, 30])
+def test_segments_hold_what_they_begin_with_together_whatever_was_cut_or_lost_between_them(
+    tmp_path, overflow, max_length
+):
+    rng = np.random.default_rng(max_length)
+    index = SegmentIndex(
+        prepared_of(tmp_path, [grown(rng) for _ in range(300)]), max_length=max_length, overflow=overflow
+    )
+    assert index.held.tolist() == shared_beginnings(index, max_length)
+    assert np.count_nonzero(index.held) > 10
+
+
+def test_a_segment_that_was_cut_within_what_it_shares_holds_nothing_for_the_next(tmp_path):
+    tree = sample("..AA.......A", (-1, 6), (0, 5), (0, 1))  # nothing is learned behind token 3 of the first leaf
+    index = SegmentIndex(prepared_of(tmp_path, [tree]), max_length=7, overflow=Overflow.DROP)
+    assert patterns(index) == ["..AA", "......A"] and index.held.tolist() == [0, 0]
