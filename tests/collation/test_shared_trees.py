@@ -174,7 +174,7 @@ def test_some_segments_of_a_batch_are_the_batch_of_these_segments(rows, data):
 def test_a_narrowed_batch_keeps_what_is_shared_and_forgets_the_rest():
     units = (Unit(segments=(0, 1), verdict=1.0, leaves=(7, -1)), Unit(segments=(2, 3), verdict=0.0, leaves=(9, -1)))
     batch = collate_trees([[PAIR], [pair([1], [2], [3])]], pad_token_id=PAD, units=units)
-    narrowed = only_segments(batch, {1, 2, 3}, pad_token_id=PAD)
+    narrowed = only_segments(batch, [3, 1, 2], pad_token_id=PAD)
     assert narrowed.model_inputs["input_ids"].tolist() == [[10, 11, 12, 30, 31], [1, 2, 3, PAD, PAD]]
     assert narrowed.model_inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 1, 1, 0, 1]]
     assert narrowed.targets.ids_K.tolist() == [30, 31, 2, 3] and narrowed.targets.positions_K.tolist() == [2, 3, 5, 5]

@@ -63,6 +63,8 @@ def test_a_sound_that_is_longer_than_the_model_hears_is_counted_or_refused_as_th
 ) -> None:
     window = processor.feature_extractor.n_samples / RATE
     rows = [heard(tone(window), "all of it"), heard(tone(window + 1), "most of it")]
+    rows[1]["messages"][0]["content"] += rows[0]["messages"][0]["content"]  # before and behind one that is not cut
+    rows[1]["messages"][0]["content"].insert(0, rows[0]["messages"][0]["content"][0])
     whole, cut = luthier.encode_many(rows, tokenizer, processor=processor)
     assert not isinstance(whole, RowError) and not isinstance(cut, RowError)
     assert [dict(sample.notes).get(CUT_SOUND) for sample in (whole, cut)] == [None, 1]
