@@ -86,6 +86,8 @@ def test_padded_gives_each_leaf_a_row() -> None:
 def test_segments_are_taken_as_they_are() -> None:
     segments: list[Sample | Segment] = [segment for sample in SAMPLES for segment in sample.segments()]
     assert torch.equal(luthier.collate(segments).labels_BT, luthier.collate(SAMPLES).labels_BT)
+    empty = Segment(input_ids=np.zeros(0, np.int32), target=np.zeros(0, np.bool_))
+    assert luthier.collate([empty, *segments]).segment_starts == luthier.collate(segments).segment_starts
 
 
 @pytest.mark.parametrize(

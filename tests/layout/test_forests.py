@@ -74,6 +74,11 @@ def test_targets_belong_to_the_leaf_that_counts_them_when_the_tree_is_unrolled(b
     assert [counted[token] for token in range(num_tokens)] == leaf_T.tolist()
 
 
+def test_what_continues_a_branch_without_tokens_follows_what_that_continues():
+    branches = (*PAIR, Branch(parent=0, length=0), Branch(parent=3, length=2))
+    assert tree_follows(branches).tolist() == [-1, 0, 1, 2, 3, 2, 5, 2, 7]
+
+
 def test_trees_of_a_row_keep_their_own_parents():
     row = join_trees([PAIR, (Branch(parent=-1, length=5),), PAIR])
     assert [branch.parent for branch in row] == [-1, 0, 0, -1, -1, 4, 4]

@@ -292,7 +292,8 @@ def test_what_good_answers_lose_per_token_is_added_to_their_rows_alone():
     added = [
         -0.7 * weight * logp / length if is_good else 0.0
         for weight, logp, length, is_good in zip(
-            *(getattr(scores, f"{name}_R").tolist() for name in ("weights", "logps", "lengths", "desirable")), strict=True
+            *(getattr(scores, f"{name}_R").tolist() for name in ("weights", "logps", "lengths", "desirable")),
+            strict=True,
         )
     ]
     torch.testing.assert_close((more - plain).tolist(), added)
