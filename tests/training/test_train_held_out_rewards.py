@@ -83,5 +83,6 @@ def test_a_tie_judges_no_answer_right_whatever_its_verdict() -> None:
         logps_R=zeros_R, ref_logps_R=torch.tensor([0.0, 0.0, -1.0, 1.0]), lengths_R=torch.ones(4),
         desirable_R=torch.tensor([True, False, True, False]),
     )  # fmt: skip
-    told = FeedbackLosses._judged(cast(Any, SimpleNamespace(_baselines=FeedbackBaselines())), scores)
+    losses = SimpleNamespace(name="bco", _baselines=FeedbackBaselines())
+    told = FeedbackLosses._judged(cast(Any, losses), scores)
     assert float(told[ACCURACIES].total) == 2 and float(told[ACCURACIES].count) == 4
