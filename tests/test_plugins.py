@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +83,29 @@ def test_its_objective_learns_from_verdicts_and_its_number_counts(seen: dict[str
     assert seen["verdicts"]["halved"] == pytest.approx(once / 2, rel=1e-5), "rows of half the weight"
 
 
-def test_a_run_is_opened_where_what_it_uses_is_installed(seen: dict[str, Any], site: Path) -> None:
+OPENING = """import sys
+from pathlib import Path
+
+from luthier.prediction import open_run
+
+print("it learns by", open_run(Path(sys.argv[1])).config.objective.name)
+"""
+
+
+def test_a_run_is_opened_where_what_it_uses_is_installed(seen: dict[str, Any], site: Path, tmp_path: Path) -> None:
     """By a process that has read no table before."""
-    opening = "from pathlib import Path; from luthier.prediction import open_run; import sys"
-    code = f"{opening}; print(open_run(Path(sys.argv[1])).config.objective.name)"
-    opened = partial(python, "-c", code, cwd=seen["folder"])
-    assert opened("verdicts", folders=(site,)).stdout.split() == ["unlikelihood"]
-    assert opened("without", folders=()).stdout.split() == ["sft"]
-    lacking = opened("verdicts", folders=())
-    assert lacking.returncode != 0 and "CheckpointError" in lacking.stderr and "plugin" in lacking.stderr
+    program = tmp_path / "opening.py"
+    program.write_text(OPENING, encoding="utf-8")
+
+    def opened(run: str, *folders: Path, code: int = 0) -> str:
+        said = tmp_path / f"{run}{len(folders)}"
+        arguments = [str(Path(seen["folder"]) / run)]
+        return run_program(program, arguments, said=said, environment=surroundings(*folders), code=code)
+
+    assert "it learns by unlikelihood" in opened("verdicts", site)
+    assert "it learns by sft" in opened("without")
+    lacking = opened("verdicts", code=1)
+    assert "CheckpointError" in lacking and "plugin" in lacking
 
 
 def test_its_metric_is_measured_where_it_has_a_say(seen: dict[str, Any]) -> None:
