@@ -407,8 +407,8 @@ def _read_arguments(body: Mapping[str, object], name: str) -> Mapping[str, objec
     if key is None:
         left = [key for key, value in body.items() if key not in _OF_CALLS and says_something(value)]
         if left and body.keys().isdisjoint(_ARGUMENTS):
-            what = f"the call of {name} has no arguments, and {' and '.join(left)}, which nothing reads"
-            raise RowError("bad_tool_call", f"{what}: call that arguments, or give it arguments of {{}} if it has none")
+            what = f"the call of {name} has no arguments, but {' and '.join(left)}"
+            raise RowError("bad_tool_call", f"{what}: call the key that holds them arguments, or add arguments: {{}}")
         return {}
     arguments = body[key]
     if type(arguments) is str:

@@ -211,8 +211,9 @@ def _read_part(item: object, role: str, thinking: tuple[str, str] | None, media:
         case _:
             known = ", ".join(("text", "thinking", "reasoning", *CALL_KINDS, "tool_result", *_MEDIA_KINDS))
             if kind is None:
-                what = f"a part says its type, this has {', '.join(map(str, item))[:60] or 'nothing'}: write it as text"
-                raise RowError("bad_part", f"{what} (JSON), or as a part of a type: {known}")
+                keys = ", ".join(map(str, item))[:60] or "nothing"
+                what = f"a part has a type, this has {keys}: write the object as JSON text, or give it a type"
+                raise RowError("bad_part", f"{what}: {known}")
             raise RowError("bad_part", f"{str(kind)[:40]!r} is not a type of part; known types: {known}")
 
 
