@@ -127,10 +127,10 @@ def load_plugins() -> None:
 
 
 def refuse_in_workers() -> None:
-    """Raises `UserError` in a process that runs a program again, up to its calls of Luthier, because it imports it.
+    """Raise `UserError` where the call stands in a script that a process for rows is importing.
 
-    Processes that prepare rows do, so that they know what a program registers. A second run within the first one would
-    wait for it, and the first one for the process.
+    Such processes import the script, so that they know what it registers. There the call would wait for the run that
+    has started the process, and that run for the process.
     """
     for frame, _ in walk_stack(None):
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":

@@ -19,9 +19,9 @@ from luthier.writing import JsonObject, counted
 
 NOBODYS = "\0"  # a key, or a value, that nobody writes
 MOST_PROBED = 200  # kinds of objects in the first rows of a source that `unread_names` looks at
-MOST_NESTED = 8  # lists within lists
-MOST_BARE = 20  # of the items of a list, those that show whether it holds objects
-# what programs tell each other, not what a model could learn
+MOST_NESTED = 8  # lists within lists are looked into
+MOST_BARE = 20  # first items of a list, which show whether it holds objects
+# keys that tell programs what a thing is, and a model nothing
 _FOR_PROGRAMS = frozenset({"id", "type", "index", "format", "media_type"})
 NUM_ROWS_SEEN = 100  # enough for columns that only some rows have, cheap for rows of megabytes
 
@@ -112,8 +112,8 @@ def _unread_in(
     changes: Callable[[JsonObject], bool],
     probed: dict[object, set[str] | None],
 ) -> Iterator[str]:
-    """``row_with`` gives the row with something else in the place of ``value``; ``probed`` are the kinds of objects
-    that were looked at, with the keys that are not read (None: all are, also those that the object has not)."""
+    """``row_with`` gives the row with something else in the place of ``value``. ``probed`` has the kinds of objects
+    that were looked at, each with its keys that are not read; None where any key is read, as in arguments of a call."""
 
     def within(item: object, place: str, part_with: Callable[[Any], object]) -> Iterator[str]:
         return _unread_in(item, place, lambda new: row_with(part_with(new)), changes, probed)

@@ -325,8 +325,11 @@ def test_arguments_are_read_by_each_of_their_names(name: str, written: Any) -> N
     """A call whose arguments were not read would be learned as one without any."""
     call = ToolCall(name="add", arguments={"a": [1, {}]}, id="c1")
     bare, beside = {"name": "add", name: written}, {"function": {"name": "add"}, name: written}
-    for its in (bare, beside, {"type": "function", "function": bare}):
+    empty = {} if name == "arguments" else {"arguments": {}}  # as columns of structs are filled up
+    for its in (bare, beside, {"function": bare}, bare | empty, beside | {"function": {"name": "add", **empty}}):
         assert chat(USER, {"role": "assistant", "tool_calls": [{"id": "c1", **its}]}).messages[1].parts == (call,)
+        filled = {"type": "tool_use", "id": "c1", "value": None, "text": None, **its}
+        assert chat(USER, {"role": "assistant", "content": [filled]}).messages[1].parts == (call,)
         part = {"type": "tool_call", "value": json.dumps({"id": "c1", **its})}
         assert chat(USER, {"role": "assistant", "content": [part]}).messages[1].parts == (call,)
     for its in (bare | {"id": "c1"}, json.dumps(bare | {"id": "c1"})):
@@ -347,7 +350,7 @@ def test_anthropics_form_means_what_openais_does() -> None:
     results = [
         {"type": "tool_result", "tool_use_id": "c1", "content": "2"},
         {"type": "tool_result", "tool_use_id": "c2", "content": [{"type": "text", "text": "0"}, PICTURE]},
-        {"type": "tool_result"},
+        {"type": "tool_result", "content": None, "text": None},
         {"type": "text", "text": "So?"},
         PICTURE,
     ]
@@ -371,3 +374,18 @@ def test_anthropics_form_means_what_openais_does() -> None:
         tools=[{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": schema}}],
     )
     assert theirs == ours
+
+
+@pytest.mark.parametrize("name", ["parameters", "input_schema", "inputSchema"])
+def test_what_a_declared_tool_takes_is_shown_under_the_name_that_templates_read(name: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    function = {"name": "add", name: schema, "description": "Adds."}
+    expected = {"name": "add", "parameters": schema, "description": "Adds."}
+    for declared in (function, {"function": function}, {"function": function, "type": "function"}):
+        for more in ({}, {} if name == "parameters" else {"parameters": None}):
+            its = {**declared, "function": function | more} if "function" in declared else declared | more
+            (found,) = chat(USER, ASSISTANT, tools=[its]).tools
+            assert found == {"type": "function", "function": expected}
+            assert isinstance(found["function"], dict) and list(found["function"]) == list(expected), "in their order"
+    (kept,) = chat(USER, ASSISTANT, tools=[{"function": function, "type": "function"}]).tools
+    assert list(kept) == ["function", "type"]

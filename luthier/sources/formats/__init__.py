@@ -349,7 +349,7 @@ def _mark(part: Text | Thinking, start: int, spans: Sequence[Span]) -> list[Part
 
 _OF_CALLS = frozenset({*FLAG_KEYS, "type", "index", "id", "name", "function"})
 _ARGUMENTS = ("arguments", "parameters", "args", "input")  # OpenAI's name, and those of others
-_SCHEMAS = {"input_schema": "parameters", "inputSchema": "parameters"}  # Anthropic's name in a declaration, and MCP's
+_SCHEMAS = ("input_schema", "inputSchema")  # Anthropic's name for the parameters of a declaration, and MCP's
 
 
 def read_tools(value: object) -> tuple[Mapping[str, object], ...]:
@@ -386,7 +386,9 @@ def read_call(call: object) -> ToolCall:
     if type(call) is not dict:
         raise RowError("bad_tool_call", f"a call is an object with name and arguments, not {json_kind(call)}")
     function = call.get("function")
-    body = {**call, **function} if type(function) is dict else call
+    body = call
+    if type(function) is dict:  # what it leaves empty may stand beside it
+        body = call | {key: its for key, its in function.items() if says_something(its) or key not in call}
     name = body.get("name")
     if type(name) is not str or not name:
         raise RowError("bad_tool_call", f"a call needs a name, it has {sorted(map(str, body))}")
@@ -403,7 +405,7 @@ def says_something(value: object) -> bool:
 
 
 def _read_arguments(body: Mapping[str, object], name: str) -> Mapping[str, object]:
-    key = next((key for key in _ARGUMENTS if body.get(key) not in (None, "")), None)
+    key = next((key for key in _ARGUMENTS if says_something(body.get(key)) or body.get(key) == []), None)
     if key is None:
         left = [key for key, value in body.items() if key not in _OF_CALLS and says_something(value)]
         if left and body.keys().isdisjoint(_ARGUMENTS):
@@ -424,9 +426,17 @@ def _declaration(item: object, index: int) -> Mapping[str, object]:
     if type(item) is dict:
         function = item.get("function")
         if type(function) is dict and type(function.get("name")) is str:
-            return item if "type" in item else {"type": "function", **item}
+            declared = item if "type" in item else {"type": "function", **item}
+            return {**declared, "function": _described(function)}
         if type(item.get("name")) is str:
-            renamed = {} if "parameters" in item else _SCHEMAS
-            function = {renamed.get(key, key): value for key, value in item.items() if key != "type"}
-            return {"type": "function", "function": function}
+            return {"type": "function", "function": _described(item, but="type")}
     raise RowError("bad_tools", f"declaration {index} has no function name", field="tools")
+
+
+def _described(function: dict[str, object], *, but: str = "") -> dict[str, object]:
+    """A declared function, its schema under the name that templates read."""
+    if says_something(function.get("parameters")):
+        return {key: value for key, value in function.items() if key != but}
+    renamed = next((key for key in _SCHEMAS if says_something(function.get(key))), None)
+    left = {but, "parameters"} if renamed else {but}
+    return {("parameters" if key == renamed else key): value for key, value in function.items() if key not in left}

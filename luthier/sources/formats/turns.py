@@ -199,13 +199,16 @@ def _read_part(item: object, role: str, thinking: tuple[str, str] | None, media:
         case _ if kind in CALL_KINDS:
             if role != "assistant":
                 raise RowError("bad_part", f"only an assistant calls tools, this is a {role} message")
-            calls: list[Part] = [*read_calls(item.get("value", item))]
-            return _flagged(item, None, calls) if "value" in item else calls
+            value = item.get("value")
+            calls: list[Part] = [*read_calls(item if value is None else value)]
+            return calls if value is None else _flagged(item, None, calls)
         case "tool_result":
             if role != "tool":
                 raise RowError("bad_part", f"a tool's result is a message of the role tool, this is a {role} message")
-            if type(item.get("content")) is list or item.keys().isdisjoint(("value", "text", "content")):
-                return _read_content(item.get("content", ""), role, thinking, media, field="content")
+            if type(item.get("content")) is list:
+                return _read_content(item["content"], role, thinking, media, field="content")
+            if all(item.get(key) is None for key in ("value", "text", "content")):
+                return [Text(text="")]
             text = _part_text(item, ("value", "text", "content"))
             return _flagged(item, text, [Text(text=text)])
         case _:
