@@ -428,8 +428,6 @@ def with_thinking(run: TrainedRun, *, on: bool) -> TrainedRun:
 
 
 _TOLD = ("results", "versions", "n-shot", "n-samples", "higher_is_better")  # what of lm-eval's result is kept
-# a group may list its tasks on the line: ``task: [one, two]``
-_TASK_NAMES = [re.compile(rf"^{key}:[ \t]*[\"']?([^\s\"'#\[]+)", re.MULTILINE) for key in ("task", "group")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -459,23 +457,16 @@ def evaluate_tasks(
     if find_spec("lm_eval") is None:
         raise UserError("tasks need the package lm-eval, which is not installed", hint=install_hint("eval"))
     from lm_eval.evaluator import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
-    from luthier.prediction.harness import HarnessModel
+    from luthier.prediction.harness import HarnessModel, named_tasks
 
-    files = {name: Path(name).expanduser() for name in options.tasks if name.endswith((".yaml", ".yml"))}
-    names = [_name_in(files[name]) if name in files else name for name in options.tasks]
-    folders = sorted({str(path.parent) for path in files.values()})
-    manager = TaskManager(include_path=folders or None, include_defaults=len(files) < len(names))
-    if unknown := [name for name in names if name not in manager.task_index]:
-        hint = "name a task of lm-eval, or a YAML file of one"
-        raise UserError(f"there is no task {', '.join(unknown)}", hint=hint)
+    manager, names, tasks = named_tasks(options.tasks)
     opened = open_run(Path(run).expanduser(), overrides)
     engine = opened.engine(batch_size or opened.config.eval.per_device_eval_batch_size)
     model = HarnessModel(opened, engine)
     found = simple_evaluate(
         model=model,
-        tasks=names,
+        tasks=tasks,
         num_fewshot=options.num_fewshot,
         limit=options.limit,
         apply_chat_template=options.chat,
@@ -488,13 +479,3 @@ def evaluate_tasks(
     told = {key: found[key] for key in _TOLD if key in found} | {"cut_prompts": model.num_cut}
     asked = {"tasks": names, "limit": options.limit, "num_fewshot": options.num_fewshot, "chat": options.chat}
     return {"luthier": __version__, "lm_eval": version("lm_eval"), "run": opened.digest, "asked": asked, **told}
-
-
-def _name_in(path: Path) -> str:
-    if not path.is_file():
-        raise UserError(f"there is no {path}", hint="name a YAML file of a task, or a task that lm-eval knows")
-    text = path.read_text(encoding="utf-8")
-    found = next((match for match in (pattern.search(text) for pattern in _TASK_NAMES) if match), None)
-    if found is None:
-        raise UserError(f"{path} is no task of lm-eval: it names no task and no group")
-    return found[1]

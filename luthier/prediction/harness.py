@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from luthier.config.schema import GenerateConfig
@@ -21,6 +24,44 @@ from luthier.records import Address, Conversation, Message, Text
 from luthier.training.folder.artifacts import transformers_tokenizer
 
 DEFAULT_CONTEXT, DEFAULT_ANSWER = 2048, 256  # tokens, where neither the model nor the task says it; as lm-eval has them
+# a group may list its tasks on the line: ``task: [one, two]``
+_TASK_NAMES = [re.compile(rf"^{key}:[ \t]*[\"']?([^\s\"'#\[]+)", re.MULTILINE) for key in ("task", "group")]
+
+
+def named_tasks(asked: Sequence[str]) -> tuple[TaskManager, list[str], list[Any]]:
+    """What lm-eval reads tasks with, the names of what is asked for by name or YAML file, and these tasks and groups.
+
+    Raises `UserError` for a task that there is not, and for one that is asked for twice, which lm-eval refuses.
+    """
+    files = {name: Path(name).expanduser() for name in asked if name.endswith((".yaml", ".yml"))}
+    names = [_name_in(files[name]) if name in files else name for name in asked]
+    folders = sorted({str(path.parent) for path in files.values()})
+    manager = TaskManager(include_path=folders or None, include_defaults=len(files) < len(names))
+    if unknown := [name for name in names if name not in manager.task_index]:
+        hint = "name a task of lm-eval, or a YAML file of one"
+        raise UserError(f"there is no task {', '.join(unknown)}", hint=hint)
+    tasks: list[Any] = []
+    asked_in: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        found = manager.load([name])
+        group = found["groups"].get(name)
+        tasks += found["tasks"].values() if group is None else [group]
+        for task in found["tasks"]:
+            source = task if group is None else name
+            if asked_in.setdefault(task, source) != source:
+                what = f"the task {task} is asked for twice, by {asked_in[task]} and by {source}"
+                raise UserError(what, hint="leave one of them out, or evaluate them in two commands")
+    return manager, names, tasks
+
+
+def _name_in(path: Path) -> str:
+    if not path.is_file():
+        raise UserError(f"there is no {path}", hint="name a YAML file of a task, or a task that lm-eval knows")
+    text = path.read_text(encoding="utf-8")
+    found = next((match for match in (pattern.search(text) for pattern in _TASK_NAMES) if match), None)
+    if found is None:
+        raise UserError(f"{path} is no task of lm-eval: it names no task and no group")
+    return found[1]
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types

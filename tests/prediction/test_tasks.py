@@ -166,6 +166,8 @@ def test_a_file_of_a_group_is_evaluated_as_its_tasks(model: Path, tasks: dict[st
     group.write_text(f"group: tiny_group\ntask:{listed}\naggregate_metric_list: [{{metric: acc}}]\n")
     found = evaluate_tasks(model, TaskOptions(tasks=[str(group)], limit=2))["results"]
     assert found["tiny_group"]["acc,none"] == found["tiny_choose"]["acc,none"]
+    with refused(UserError, "tiny_choose", "tiny_group"):
+        evaluate_tasks(model, TaskOptions(tasks=[str(group), str(tasks["tiny_choose"])], limit=2))
 
 
 def test_what_an_engine_does_not_follow_is_refused(model: Path, run: TrainedRun, tmp_path: Path) -> None:
