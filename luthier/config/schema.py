@@ -157,7 +157,8 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     neftune_noise_alpha: choices.Positive | None = None
-    """Strength of noise on embeddings (NEFTune)."""
+    """Strength of noise on embeddings (NEFTune). It is divided by the root of a row's length, as transformers does:
+    packed rows are longer than single ones, and get less noise."""
     torch_compile: bool = False
     """Compile each decoder layer with torch. Rows of one length (``pad_to_multiple_of``) suit it best. What is told
     where segments begin (attention ``luthier_segments``, recurrent layers) runs between the graphs, as it is."""
