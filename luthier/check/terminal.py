@@ -346,6 +346,7 @@ def _counted_facts(report: VerifyReport) -> list[RenderableType]:
     lines.append(
         Text(f"longest sequence {counted(report.longest_run, 'token')}, {fits} data.max_length {report.max_length:,}")
     )
+    lines += [Text(remark, style="dim") for remark in report.remarks]
     if report.stopped_early:
         lines.append(Text("stopped at --max-failures: the rows after this were not read", style="yellow"))
     return lines

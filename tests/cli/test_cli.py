@@ -230,7 +230,9 @@ def test_held_out_rows_that_are_trained_too_are_told(config: Path, capsys: pytes
     assert "are trained on, too" not in capsys.readouterr().out, "control"
 
 
-@pytest.mark.parametrize("command", ["prepare", "plan", "stats", "show", "train", "train data.prepare=meanwhile"])
+@pytest.mark.parametrize(
+    "command", ["prepare", "plan", "stats", "show", "verify", "train", "train data.prepare=meanwhile"]
+)
 def test_columns_that_nothing_reads_are_told(
     config: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

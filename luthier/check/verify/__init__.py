@@ -165,6 +165,7 @@ class VerifyReport:
     ``control_strings``  how often each control string stands in the rows' own text (it stays text)
     ``notes``            other counts: seams, prompts compared with a server …
     ``warnings``         what is no fault of a row but should be looked at
+    ``remarks``          how files were read where that was found out, and which columns and keys are not read
     ``judge``            who rendered a second time: ``transformers 5.0.0``, or why nobody did
     ``refusal``          why training would not begin with these rows; None if it would
     ``num_rows``         rows the sources have, where only a sample of them was read; else None
@@ -188,6 +189,7 @@ class VerifyReport:
     seconds: float
     judge: str
     refusal: str | None = None
+    remarks: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -224,6 +226,7 @@ class VerifyReport:
             "control_strings": dict(self.control_strings),
             "notes": dict(self.notes),
             "warnings": list(self.warnings),
+            "remarks": list(self.remarks),
             "ledger": self.ledger.to_json(),
             "stopped_early": self.stopped_early,
             "seconds": self.seconds,

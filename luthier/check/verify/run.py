@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -41,7 +41,7 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError, RowForbidden
 from luthier.ledger import Ledger
-from luthier.preparation import Quarantine
+from luthier.preparation import Quarantine, info_of, remarks_on
 from luthier.preparation.prepare import PREVIEW_FILE, prepare
 from luthier.records import Conversation, Document, Row, Sample, Tokenized
 from luthier.templating import TemplateSettings
@@ -141,6 +141,7 @@ def verify(
         num_rows=choice.num_rows,
         stopped_early=stopped_early,
         seconds=time.perf_counter() - started,
+        remarks=remarks_on([info_of(source, config) for source in sources]),
     )
 
 
@@ -230,6 +231,7 @@ class _Account:
         num_rows: int | None,
         stopped_early: bool,
         seconds: float,
+        remarks: Sequence[str],
     ) -> VerifyReport:
         """All that was found."""
         warnings = self.kwargs_use.warnings
@@ -272,6 +274,7 @@ class _Account:
             seconds=seconds,
             judge=self.verifier.judge_name,
             refusal=self.training.refusal,
+            remarks=tuple(remarks),
         )
 
     def _count(self, verdict: RowVerdict, sample: Sample) -> None:
