@@ -285,7 +285,8 @@ def _read_bytes(path: Path, name: str) -> bytes:
         with path.open("rb") as file:
             return file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise _fault(name, f"there is no such file: {os.path.abspath(path)}", _nearest_file(path)) from None
+        hint = "the file of a run description comes first, then KEY=VALUE" if "=" in name else _nearest_file(path)
+        raise _fault(name, f"there is no such file: {os.path.abspath(path)}", hint) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise _fault(name, f"the file cannot be read: {reason}", "check its name and permissions") from error

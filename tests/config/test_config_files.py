@@ -28,6 +28,7 @@ def test_a_missing_file_is_named_with_its_absolute_path_and_the_nearest_name(
     Path("run.yaml").write_text(GOOD)
     line = told("rnu.yaml")
     assert line.startswith("rnu.yaml: ") and str(tmp_path / "rnu.yaml") in line and "did you mean run.yaml?" in line
+    assert "KEY=VALUE" in told("train.max_steps=3"), "a value without a file"
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
