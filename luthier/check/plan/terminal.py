@@ -50,7 +50,7 @@ def ledger_line(ledger: Mapping[str, Any]) -> Group:
     dropped, quarantined = sum(ledger["dropped"].values()), sum(ledger["quarantined"].values())
     lines: list[RenderableType] = [
         Text.assemble(
-            (f"{ledger['read']:,}", "bold"), " rows read = ",
+            (counted(ledger["read"], "row"), "bold"), " read = ",
             (f"{ledger['prepared']:,}", "bold green"), " prepared + ",
             (f"{dropped:,}", "bold yellow" if dropped else "dim"), " dropped + ",
             (f"{quarantined:,}", "bold red" if quarantined else "dim"), " quarantined",
