@@ -254,10 +254,9 @@ def measured(
     """
     told: dict[str, dict[str, object]] = {}
     for name, metric in metrics.items():
-        found: dict[str, object] = {}
         if metric.of_losses is not None:
             found = _whole(metric.of_losses(losses), [each.row for each in losses]) if losses else {}
-        elif answers:
+        else:
             found = _of_rows(metric, answers) if metric.is_of_rows else _of_all(metric, answers)
         if found:
             told[name] = found

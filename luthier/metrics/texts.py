@@ -352,7 +352,8 @@ def is_same_json(expected: str, generated: str) -> float | None:
 
 
 def same_value(one: object, other: object) -> bool:
-    """Whether two JSON values are the same; numbers are compared by value, and never with booleans."""
+    """Whether two JSON values are the same; numbers are compared by value, and never with booleans. What is no JSON is
+    never the same."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same_value(value, other[key]) for key, value in one.items())
     if isinstance(one, list) and isinstance(other, list):
@@ -362,7 +363,7 @@ def same_value(one: object, other: object) -> bool:
     numbers = (int, float, Decimal)
     if isinstance(one, numbers) and isinstance(other, numbers):
         return one == other
-    return type(one) is type(other) and one == other
+    return one is not _NO_JSON and type(one) is type(other) and one == other
 
 
 def calls_same_tools(expected: Mapping[str, object], generated: Mapping[str, object]) -> float | None:

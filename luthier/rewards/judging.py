@@ -206,7 +206,7 @@ def check_columns(rewards: Sequence[RewardConfig], questions: Iterable[tuple[boo
         needed -= {None} if has_answer else set()
         if not needed:
             return
-    if not needed or not count:
+    if not count:
         return
     column = min(needed, key=str)
     number = next(number for number, its_column in comparing.items() if its_column == column)

@@ -27,9 +27,11 @@ from luthier.metrics import (
 from luthier.metrics import texts as bootstrap
 from luthier.metrics.texts import (
     by_pattern,
+    calls_same_tools,
     drawn_sums,
     interval,
     is_same_json,
+    makes_same_calls,
     mean_of,
     normalised,
     sums_by_row,
@@ -292,6 +294,7 @@ def test_texts_are_normalised_alike_in_every_script(one: str, other: str, equal:
         ("choice", "A", "The answer is A because it is red", 1),
         ("choice", "A", "It is A since B is wrong. So it is A then", 1),
         ("choice", "A", "A cat", 0),
+        ("choice", "A", "A cat sat on the Mat", 0),
         ("choice", "B", "So B. A cat is none.", 1),
         ("choice", "B", "So B. And I think that is it.", 1),
         ("choice", "B", "b", 1),
@@ -363,6 +366,11 @@ def test_a_pattern_that_is_none_is_refused_and_one_without_end_is_stopped(monkey
 def test_json_is_compared_by_value(one: str, other: str, same: bool) -> None:
     assert is_same_json(one, other) == float(same)
     assert is_same_json(one, one) == 1
+
+
+def test_arguments_that_are_no_json_are_the_same_as_none() -> None:
+    deep, other = ({"tool_calls": [{"function": {"name": "f", "arguments": "[" * 300 + x}}]} for x in "12")
+    assert calls_same_tools(deep, other) == 1 and makes_same_calls(deep, other) == 0
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from luthier.prediction.comparing import compare_predictions as compare
 from luthier.prediction.comparing import comparison_page, differing_words
 from tests.conftest import refused
 
-Answer = tuple[str, str, str]  # prompt, expected, generated
+Answer = tuple[str, str | None, str]  # prompt, expected, generated
 
 
 def prediction(folder: Path, answers: list[Answer], losses: list[float] | None = None, **more: Any) -> Path:
@@ -127,7 +127,7 @@ def test_the_chance_of_few_rows_is_that_of_all_ways_to_swap_them() -> None:
         abs(sum(one * sign for one, sign in zip(moved, signs, strict=True))) for signs in product([-1, 1], repeat=8)
     ]
     expected = np.mean([way >= abs(moved.sum()) - 1e-9 for way in ways])
-    assert paired(a, b, mean_of)[1] == pytest.approx(expected)
+    assert paired(a, b, mean_of)[1] == paired(b, a, mean_of)[1] == pytest.approx(expected) and expected < 1
 
 
 def test_models_that_are_alike_are_found_different_by_chance_about_5_times_in_100() -> None:
@@ -138,7 +138,7 @@ def test_models_that_are_alike_are_found_different_by_chance_about_5_times_in_10
     assert 1 <= low <= 11
     a = np.stack([generator.random(40), np.ones(40)], axis=1)
     ends, p = paired(a, a + np.array([0.2, 0]), mean_of)
-    assert p < 0.01 and ends == pytest.approx((0.2, 0.2)), "a difference in every row is none of chance"
+    assert p == 1 / (bootstrap.SWAPS + 1) and ends == pytest.approx((0.2, 0.2)), "a difference in every row is none of chance"
 
 
 def test_swaps_do_not_depend_on_how_many_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +182,12 @@ def test_a_question_that_one_has_not_answered_is_left_out_of_both(tmp_path: Path
     (b / "predictions.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     found = compare(a, b, metrics=["exact"])
     assert found.left_out == 1 and len(found.pairs) == 1 and found.metrics[0].difference == 0
+
+
+def test_rows_without_an_answer_are_left_out_where_answers_are_compared(tmp_path: Path) -> None:
+    folder = prediction(tmp_path / "a", [*answers(True, False), ("question 2", None, "x")])
+    exact, chrf = compare(folder, folder, metrics=["exact", "chrf"]).metrics
+    assert (exact.a, exact.equal) == (0.5, 2) and chrf.difference == 0
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,12 @@ def ranks(answers, *, finished, columns):
     assert len(answers) == len(finished)
     return [columns["base"] + sorted(answers).index(one) for one in answers]
 
+def turns(answers, *, conversation):
+    return [len(one) for one in conversation]
+
+def turns_alone(answer, *, conversation):
+    return len(conversation)
+
 def too_few(answers):
     return answers[1:]
 
@@ -245,6 +251,13 @@ def test_functions_are_given_the_keywords_that_they_name(name: str, reward: floa
     assert judged([RewardConfig(function=f"{groups}:{name}")], TWO_GROUPS[:1]).total_N.tolist() == [reward]
 
 
+@pytest.mark.parametrize("name", ["turns", "turns_alone"])
+def test_functions_are_given_the_conversation_of_each_answer(name: str, groups: Path) -> None:
+    said: dict[str, object] = {"role": "user", "content": "…"}
+    answers = [answer("a", conversation=[said] * count) for count in (3, 1)]
+    assert judged([RewardConfig(function=f"{groups}:{name}")], answers).total_N.tolist() == [3, 1]
+
+
 def test_a_keyword_that_nobody_offers_is_told(groups: Path) -> None:
     (why,) = judged([RewardConfig(function=f"{groups}:demanding")], [answer("a")]).missing
     assert "completion_ids" in why and "columns" in why
@@ -261,10 +274,12 @@ def test_what_a_function_starts_or_says_without_measure_costs_one_reward(name: s
 
 
 def test_a_metric_may_compare_with_a_column_and_has_no_say_without_it() -> None:
-    of_column = RewardConfig(metric="number", column="key")
+    of_column, as_text = (RewardConfig(metric=metric, column="key") for metric in ("number", "exact"))
     rows: list[dict[str, Any]] = [{"key": "It is 1,024."}, {"key": 1024}, {"key": None}, {}]
     found = judged([of_column], [answer("so 1024", columns=columns) for columns in rows])
     np.testing.assert_array_equal(found.total_N, [1, 1, np.nan, np.nan])
+    found = judged([as_text], [answer("1024", columns=columns) for columns in rows])
+    np.testing.assert_array_equal(found.total_N, [0, 1, np.nan, np.nan])
     assert np.isnan(judged([RewardConfig(metric="exact")], [answer("a", expected=None)]).total_N).all()
 
 
@@ -275,7 +290,9 @@ def test_a_metric_may_compare_with_a_column_and_has_no_say_without_it() -> None:
         ([{"metric": "exact", "column": "key"}], [(True, {"key": None})], "rollout.rewards[0].column"),
         (["overlong", "exact"], [(False, {"key": "1"})], "rollout.rewards[1]"),
         (["exact", {"metric": "json", "column": "key"}], [(False, {}), (True, {}), (False, {"key": 1})], None),
-        (["overlong"], [(False, {})], None),
+        (["overlong", "matches:a+"], [(False, {})], None),
+        (["exact"], [], None),
+        (["exact", {"metric": "exact", "column": "key"}], [(True, {})], "rollout.rewards[1].column"),
         ([{"function": "f.py:f"}], [(False, {})], None),
     ],
 )
@@ -299,6 +316,7 @@ def test_rewards_of_lengths_are_those_of_the_paper() -> None:
     assert found("length") == [0.01, 0.8, 0.9, 1.0, 3.0]
     assert found("overlong") == [0.0, 0.0, -0.5, -1.0, -1.0]
     assert found("overlong:10") == [0.0, 0.0, 0.0, -1.0, -1.0]
+    assert found("overlong:100") == [-0.01, -0.8, -0.9, -1.0, -1.0]
     for wrong in ("overlong:0", "overlong:101", "overlong:x", "length:3"):
         with pytest.raises(UserError) as caught:
             found(wrong)
