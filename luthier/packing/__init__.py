@@ -356,7 +356,7 @@ def held_tokens(table: SegmentTable, settings: PlanSettings) -> Ints | None:
 
 
 def unit_table(table: SegmentTable, lengths: Ints, settings: PlanSettings) -> SegmentTable:
-    """The table with a line for each unit; ``lengths`` are those of `epoch_lengths`."""
+    """What each unit takes and costs, where it counts as one segment; ``lengths`` are those of `epoch_lengths`."""
     bounds = unit_bounds(table, settings)
     if bounds is None:
         return table
@@ -373,16 +373,7 @@ def unit_table(table: SegmentTable, lengths: Ints, settings: PlanSettings) -> Se
     if held is not None:
         taken = taken - sums(held, bounds)
         real_costs = real_costs - sums(segment_costs(held, settings), bounds)
-    return replace(
-        table,
-        lengths=taken,
-        num_targets=sums(table.num_targets, bounds),
-        row_ids=table.row_ids[first],
-        source_ids=table.source_ids[first],
-        extra_costs=real_costs - segment_costs(taken, settings),
-        prompt_lengths=None,
-        held=None,
-    )
+    return replace(SegmentTable.of_lengths(taken), extra_costs=real_costs - segment_costs(taken, settings))
 
 
 def _prompts(table: SegmentTable) -> Ints:

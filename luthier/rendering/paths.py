@@ -351,9 +351,8 @@ def require_stop(
 
     Where the template writes none of these, the end of its turns is taken for what the model is to stop on.
     """
-    last = recording.sketch[span.stop : span.end].strip()
-    is_stop = any(end == len(last) and token in control.stops for _, end, token in control.find(last))
-    if not last or is_stop or not any(stop in history.template.literals for stop in control.stops):
+    last = recording.sketch[span.stop : span.end]
+    if not last or last in control.stops or not any(stop in history.template.literals for stop in control.stops):
         return
     raise RowError(
         "no_stop",
