@@ -427,6 +427,7 @@ def test_a_metric_of_ones_own_is_measured_with_the_others(monkeypatch: pytest.Mo
         (lambda expected, generated: [1.0], "gives '[1.0]', a list"),
         (lambda expected, generated: 1 / 0, "failed ("),
         (luthier.Metric(of_corpus=lambda expected, generated: 1.0), "gives '1.0', a float"),  # type: ignore[arg-type, return-value]
+        (luthier.Metric(of_corpus=lambda *_: luthier.CorpusScore(score=float("nan"), signature="mine")), "nan"),
         (luthier.Metric(with_argument=lambda _: luthier.Metric(of_row=lambda one, other: other)), "a str"),  # type: ignore[arg-type, return-value]
     ],
 )
