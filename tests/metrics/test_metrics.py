@@ -349,6 +349,7 @@ def test_a_pattern_that_is_none_is_refused_and_one_without_end_is_stopped(monkey
         ('{"a": 1, "b": [1, 2]}', ' {"b":[1,2], "a":1.0}\n', True),
         ('{"a": 1}', '```json\n{"a": 1}\n```', True),
         ("[1, 2]", "[2, 1]", False),
+        ('{"a": 1}', '{"a": 1, "b": 2}', False),
         ("1", "true", False),
         ("[0]", "[false]", False),
         ("0.1", "1e-1", True),

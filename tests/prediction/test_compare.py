@@ -138,7 +138,9 @@ def test_models_that_are_alike_are_found_different_by_chance_about_5_times_in_10
     assert 1 <= low <= 11
     a = np.stack([generator.random(40), np.ones(40)], axis=1)
     ends, p = paired(a, a + np.array([0.2, 0]), mean_of)
-    assert p == 1 / (bootstrap.SWAPS + 1) and ends == pytest.approx((0.2, 0.2)), "a difference in every row is none of chance"
+    assert p == 1 / (bootstrap.SWAPS + 1) and ends == pytest.approx((0.2, 0.2)), (
+        "a difference in every row is none of chance"
+    )
 
 
 def test_swaps_do_not_depend_on_how_many_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

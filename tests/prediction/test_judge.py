@@ -296,7 +296,8 @@ def test_two_predictions_are_compared_by_what_one_judge_said_of_both(tmp_path: P
     )
     assert [pair.verdicts["judge"] for pair in found.pairs] == ["better", "equal", ""]
     judged(folders[1], "y", [4, 5, 2])
-    assert "judge" not in {one.name for one in compare(*folders).metrics}
+    other = compare(*folders)
+    assert "judge" not in {one.name for one in other.metrics} and "judge" in other.not_compared
     with refused(UserError, "judge.url"):
         compare(*folders, metrics=["judge"])
 

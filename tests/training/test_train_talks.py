@@ -18,7 +18,7 @@ from luthier.config.inputs import ModelConfig, SourceConfig, TemplateConfig
 from luthier.config.rollout import CodeConfig, RolloutConfig
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.encoder import Encoder
-from luthier.engines import Completion, Finish, Ids, Request
+from luthier.engines import Completion, Finish, Ids, Refusal, Request
 from luthier.engines.next_tokens import BatchRow
 from luthier.errors import SourceError, UserError
 from luthier.presets import tokenizer_folder
@@ -26,7 +26,7 @@ from luthier.records import Address, MediaItem, Segment
 from luthier.rewards.function_process import EnvironmentProcess, ToolBox
 from luthier.sources.source import RowsByAddress, open_sources
 from luthier.training.folder.run_folder import ROLLOUTS_FOLDER
-from luthier.training.rollouts.talks import CHANGED, MALFORMED, Talks, Trajectory, answer_tree
+from luthier.training.rollouts.talks import CHANGED, MALFORMED, UNREAD, UNREAD_BESIDE, Talks, Trajectory, answer_tree
 from tests.conftest import children
 from tests.training.tiny_runs import TINY
 
@@ -116,6 +116,7 @@ class Script:
         self.encoder, self.answers, self.cut = encoder, answers, cut
         self.sent: list[Ids] = []
         self.turns: Counter[int] = Counter()
+        self.refused: dict[int, str] = {}
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         waiting = [n for n in range(len(self.answers)) if self.turns[n] < len(self.answers[n])]
@@ -179,7 +180,7 @@ def talk(
         segment = Segment(input_ids=nothing, target=nothing.astype(bool), address=row.address)
         questions = talks.questions([segment, segment], note)
         assert len(questions) == 1, "a row is asked once"
-        drawn = talks.draw(questions, 3, version=2, note=note)
+        drawn = talks.draw(questions, 3, version=2, note=note, refused=script.refused)
     finally:
         for one in (running, process):
             if one is not None:
@@ -250,6 +251,25 @@ def test_calls_that_fail_are_told_to_the_model_and_counted(encoder: Encoder, tmp
     assert noted.pop(CHANGED) == 1, "what is no call is written as text, in other ids than it was drawn"
     assert sum(noted.values()) == len(failing) - 1
     assert all(said(answer)[-1] == "Well." and answer.finished for answer in answers)
+
+
+def test_a_call_that_cannot_be_read_beside_one_that_can_is_not_said_to_be_told(
+    encoder: Encoder, tmp_path: Path, code: Path
+) -> None:
+    both = call("add", a=2, b=3) + "\n<tool_call>\n{no json\n</tool_call>"
+    (answer,), noted, _ = talk(encoder, [[both, "Well."]], tmp_path, code, tools=["add"])
+    assert said(answer)[-2:] == ["5", "Well."] and noted[UNREAD_BESIDE] == 1 and UNREAD not in noted
+
+
+def test_a_question_that_the_engine_refuses_is_told_by_its_reason(
+    encoder: Encoder, tmp_path: Path, code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(_: Script, requests: Iterable[Request]) -> Iterator[Refusal]:
+        return (Refusal(key=one.key, reason="prompt_too_long", detail="x") for one in requests)
+
+    monkeypatch.setattr(Script, "generate", generate)
+    answers, _, script = talk(encoder, [["Five."]] * 2, tmp_path, code, tools=["add"])
+    assert not answers and script.refused == {0: "prompt_too_long"}
 
 
 @pytest.mark.parametrize(

@@ -397,7 +397,7 @@ class Rollouts:
     ) -> dict[tuple[int, int], Trajectory]:
         """The answers, by the number of their question and their own."""
         if self.talks is not None:
-            return self.talks.draw(questions, step, version=version, note=note)
+            return self.talks.draw(questions, step, version=version, note=note, refused=refused)
         settings = sampling(self.config, seed=self.seed)
         requests = [
             replace(

@@ -72,7 +72,7 @@ class HeldOutTalks:
         """See `generate.answer_all`. A record's prompt is what the model was sent last, with all that was said before;
         what is compared with the row's answer is what it said then."""
         begun = time.perf_counter()
-        found = self.greedy.draw(self.questions, 0, version=step, note=self.note)
+        found = self.greedy.draw(self.questions, 0, version=step, note=self.note, refused={})
         tokenizer = rollouts.tokenizer
         records = []
         for key, question in enumerate(self.questions):
@@ -100,7 +100,7 @@ class HeldOutTalks:
             seconds=time.perf_counter() - begun,
             metrics=measured(metrics, compared),
         )
-        drawn = self.drawn.draw(self.questions, 0, version=step, note=self.note)
+        drawn = self.drawn.draw(self.questions, 0, version=step, note=self.note, refused={})
         return _judged(told, self._as_texts(found, rollouts), self._as_texts(drawn, rollouts), rollouts.judge)
 
     def _as_texts(self, found: Mapping[tuple[int, int], Trajectory], rollouts: Rollouts) -> list[DrawnAnswer]:

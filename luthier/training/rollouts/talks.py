@@ -193,6 +193,8 @@ def _lines(answer: Trajectory, drawn: int) -> Iterator[tuple[Ids, NDArray[np.flo
 NoteCount = Callable[[str, int], None]
 TURNS, ROOM = "max_turns", "no_room"  # why a conversation was cut short
 CHANGED = "the chat template shows some messages in the history otherwise than they were drawn"
+UNREAD = "calls of tools that cannot be read; the model was told so"
+UNREAD_BESIDE = "calls of tools that cannot be read; the model was told what the others of its message gave"
 MALFORMED = "The call could not be read: it is no well-formed call of a tool."
 
 
@@ -258,10 +260,11 @@ class Talks:
         return found
 
     def draw(
-        self, questions: Sequence[Question], step: int, *, version: int, note: NoteCount
+        self, questions: Sequence[Question], step: int, *, version: int, note: NoteCount, refused: dict[int, str]
     ) -> dict[tuple[int, int], Trajectory]:
         """The answers to what `questions` gave last, by the number of their question and their own. One that was never
-        begun is missing; what is cut short or fails is told to ``note``."""
+        begun is missing, and so is one whose question the engine refuses, which is added to ``refused``; what is cut
+        short or fails is told to ``note``."""
         self._note = note
         talks = [
             talk
@@ -275,6 +278,7 @@ class Talks:
                 talk.calls.append(ModelCall(prompt=talk.prompt.ids, completion=drawn, version=version))
                 self._go_on(talk, drawn, is_last=turn + 1 == self.config.max_turns)
         self._forget(talks)
+        refused |= {talk.key: talk.ended for talk in talks if talk.ended is not None and not talk.calls}
         return {(talk.key, talk.sample): talk.trajectory() for talk in talks if talk.calls}
 
     def _begun(self, key: int, sample: int, question: Question) -> _OpenTalk | None:
@@ -371,7 +375,7 @@ class Talks:
             return self._step(talk, message)
         calls = [part for part in message.parts if isinstance(part, ToolCall)]
         if num_malformed:
-            self._note("calls of tools that cannot be read; the model was told so", num_malformed)
+            self._note(UNREAD_BESIDE if calls else UNREAD, num_malformed)
         if not calls and not num_malformed:
             talk.is_over = True
             return []
