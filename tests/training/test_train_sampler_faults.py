@@ -315,16 +315,23 @@ def test_causes_without_a_probe_are_told_by_where_the_gaps_are() -> None:
     assert cause_of(answers_with(noise), {}, smallest_before=None) is Cause.WEIGHTS
 
 
-WRONG: dict[str, Completion] = {
-    "1 log-prob": Completion(key=0, sample=0, ids=np.array([5, 2]), logprobs=np.zeros(1), finish=Finish.STOP),
-    "has the token 99": Completion(key=0, sample=0, ids=np.array([99, 2]), logprobs=np.zeros(2), finish=Finish.STOP),
-    "that is none": Completion(
-        key=0, sample=0, ids=np.array([5, 2]), logprobs=np.array([0.0, np.nan]), finish=Finish.STOP
-    ),
+WRONG: dict[str, tuple[list[int], list[float]]] = {
+    "1 log-prob": ([5, 2], [0.0]),
+    "has the token 99": ([99, 2], [0.0, 0.0]),
+    "has the token -1": ([-1, 2], [0.0, 0.0]),
+    "has the token 50": ([50, 2], [0.0, 0.0]),
+    "that is none: nan": ([5, 2], [0.0, np.nan]),
+    "none: nan": ([5, 2], [np.nan, np.nan]),
+    "that is none: -inf": ([5, 2], [-0.5, -np.inf]),
+    "that is none: 0.5": ([5, 2], [0.5, 0.0]),
+    "lost stop tokens": ([5, 7], [0.0, 0.0]),
+    "passed over": ([2, 2], [0.0, 0.0]),
 }
 
 
 @pytest.mark.parametrize("told", WRONG)
 def test_answers_that_no_model_can_have_given_are_refused(told: str) -> None:
-    fault = visible_fault([WRONG[told]], frozenset([2]), 50)
+    ids, logprobs = map(np.array, WRONG[told])
+    answer = Completion(key=0, sample=0, ids=ids, logprobs=logprobs, finish=Finish.STOP)
+    fault = visible_fault([answer], frozenset([2]), 50)
     assert fault is not None and told in fault

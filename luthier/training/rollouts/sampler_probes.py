@@ -322,10 +322,10 @@ def visible_fault(answers: Sequence[Completion], stops: frozenset[int], vocabula
         where = f"sample {answer.sample}"
         if len(ids) != len(logprobs):
             return f"{where} has {counted(len(ids), 'token')} and {len(logprobs)} log-probabilities"
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-            return f"{where} has the token {int(ids.max())}, and the model has {counted(vocabulary, 'token')}"
-        if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
-            return f"{where} has a log-probability that is none: {float(logprobs[int(np.nanargmax(logprobs))]):.4g}"
+        if len(unknown := ids[(ids < 0) | (ids >= vocabulary)]):
+            return f"{where} has the token {unknown[0]}, and the model has {counted(vocabulary, 'token')}"
+        if len(wrong := logprobs[~np.isfinite(logprobs) | (logprobs > 1e-3)]):
+            return f"{where} has a log-probability that is none: {wrong[0]:.4g}"
         if answer.finish is Finish.STOP and (not len(ids) or int(ids[-1]) not in stops):
             return f"lost stop tokens: {where} is said to be finished, and does not end with a stop token"
         if not stops.isdisjoint(ids[:-1].tolist()):
