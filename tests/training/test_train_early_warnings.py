@@ -101,12 +101,13 @@ def test_each_sign_is_told_once(words: str) -> None:
     assert [words in text for text in found] == [True], found
 
 
-def test_nothing_is_told_of_a_run_that_learns() -> None:
+@pytest.mark.parametrize("length", [lambda step: 10 + step // 8, lambda step: 40 - step])
+def test_nothing_is_told_of_a_run_that_learns(length: Callable[[int], int]) -> None:
     found = told_of(
         exact,
         steps=4 * WINDOW,
         answers=lambda step, number: "yes" if number % 4 < 1 + step // 20 else "no",
-        length=lambda step: 10 + step // 8,
+        length=length,
         entropy=lambda step: 1.0 - step / 60,
     )
     assert found == []
