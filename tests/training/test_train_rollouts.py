@@ -11,6 +11,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from tiny_rollouts import LAYOUTS, ROLLOUT, evenness, ids, losses, rollouts, ste
 from tiny_runs import make_config, make_data, make_segments
 
 from luthier.config.loading import load_draft
-from luthier.config.objective import losses_of
+from luthier.config.objective import LOSSES, losses_of
+from luthier.config.rollout import RolloutConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines import Completion, Refusal, Request
 from luthier.engines.local import LocalEngine
@@ -29,6 +31,7 @@ from luthier.loader.settings import train_settings
 from luthier.metrics import METRICS, Metric
 from luthier.training.fit import fit_data
 from luthier.training.folder.run_folder import ROLLOUTS_FOLDER
+from luthier.training.losses.policies import PolicyBaselines, PolicyLosses
 from luthier.training.preflight import check_run
 from luthier.training.report import RunResult
 from luthier.training.report.events import Note
@@ -208,6 +211,21 @@ def test_a_value_head_learns_what_to_expect_and_stays_out_of_the_model(knows_few
     assert not any("value_head" in name for name in names)
     state = json.loads((Path(run.output_dir) / "checkpoint-15" / "objective_state.json").read_text())
     assert any(state["value_head"]["weight"]) and state["kl_weight"] < weights[-1]
+
+
+@pytest.mark.parametrize("scale", [0.1, 10.0])
+def test_explained_variance_is_the_share_of_what_came_that_had_been_expected(scale: float) -> None:
+    returns, expected = scale * torch.randn(2, 9, generator=torch.Generator().manual_seed(0)) + scale
+    step_losses = PolicyLosses(
+        forward=Mock(device=torch.device("cpu")), row=LOSSES.named("ppo"), numbers={"kl_weight": 0.0}, reference=None,
+        value_head=Mock(), rollout=RolloutConfig(), gaps=Mock(end_step=lambda reduce: {}),
+    )  # fmt: skip
+    for part in (slice(4), slice(4, None)):
+        policy = Mock(expected_K=expected[part], advantages_S=torch.zeros(2))
+        found = PolicyBaselines(advantages_K=returns[part], reference_K=None, returns_K=returns[part])
+        step_losses._prepared[Mock(policy=policy)] = found
+    told = step_losses.end_step(lambda sums: sums)["explained_variance"]
+    assert float(told.total) == pytest.approx(1 - float((returns - expected).var() / returns.var()), rel=1e-5)
 
 
 def test_several_steps_learn_from_answers_of_the_same_weights(train: Train) -> None:
