@@ -191,6 +191,17 @@ def test_an_answer_that_begins_with_white_space_does_not_leak_its_seam_into_late
     ]  # not by the model here: encoded as one string, as inference encodes a history
 
 
+@pytest.mark.parametrize(("header", "count"), [("assistant: ", 2), ("assistant:\n", 1), ("assistant:<|im_end|>", 1)])
+def test_turns_share_a_path_only_where_no_tokens_merge_over_their_seams(header: str, count: int) -> None:
+    header = f"{'What follows is said, word for word, by the ' * 4}{header}"
+    template = (
+        "{% for m in messages %}{{ m.content if m.role == 'user' else header + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ header }}{% endif %}"
+    )
+    paths = renderer(f"{{% set header = {header!r} %}}{template}").render(TWO_TURNS).paths
+    assert len(paths) == count and "".join(map(trained, paths)) == "hello<|im_end|>bye<|im_end|>"
+
+
 def test_a_template_that_drops_a_tool_call_is_refused() -> None:
     row = conversation(user("u"), assistant(ToolCall(name="f", arguments={"a": 1})))
     with pytest.raises(RowError, check=reason_is("dropped_by_template")):
