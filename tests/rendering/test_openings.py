@@ -137,7 +137,7 @@ def test_how_a_prompt_ends_does_not_depend_on_what_stands_far_before(tags: str, 
     tail = "<m>" + (tags.format(name + space) if "{}" in tags else tags + name + space)
     known = "</think>\0[/THINK]"
     alone = ending_of(tail, known)
-    for before in ("word " * 200, "<think>a</think>" * 30, "[THINK]" * 40 + "x" * 300, "<" + "y" * 39):
+    for before in ("word " * 200, "word " * 2000, "<think>a</think>" * 30, "[THINK]" * 40 + "x" * 300, "<" + "y" * 39):
         longer = ending_of(before + tail, known)
         assert replace(longer, header_end=longer.header_end - len(before)) == alone
 

@@ -150,6 +150,8 @@ def test_a_turn_that_no_prompt_reproduces_is_refused_with_the_reason() -> None:
     with pytest.raises(RowError, check=reason_is("prompt_not_reproduced")) as caught:
         renderer(template).render(TWO_TURNS)
     assert caught.value.field == "messages[3]"
+    with pytest.raises(RowError, check=reason_is("prompt_not_reproduced")):
+        renderer(template).render(conversation(message("system", "s"), user("u"), assistant("a")))
 
 
 def test_a_thought_that_the_prompt_opens_is_closed_in_the_completion() -> None:
@@ -202,8 +204,9 @@ def test_turns_share_a_path_only_where_no_tokens_merge_over_their_seams(header: 
     assert len(paths) == count and "".join(map(trained, paths)) == "hello<|im_end|>bye<|im_end|>"
 
 
-def test_a_template_that_drops_a_tool_call_is_refused() -> None:
-    row = conversation(user("u"), assistant(ToolCall(name="f", arguments={"a": 1})))
+@pytest.mark.parametrize("text", [(), ("so",)])
+def test_a_template_that_drops_a_tool_call_is_refused(text: tuple[str, ...]) -> None:
+    row = conversation(user("u"), assistant(*text, ToolCall(name="f", arguments={"a": 1})))
     with pytest.raises(RowError, check=reason_is("dropped_by_template")):
         renderer().render(row)
 
