@@ -29,8 +29,10 @@ from verify_cases import (
 from luthier.check.verify import Check, Method, RowVerdict
 from luthier.check.verify.completions import CompletionReading, Said, neutralise
 from luthier.check.verify.plain_template import ReferenceFiles
+from luthier.check.verify.policy import TurnPolicy
 from luthier.check.verify.reference_tokenizer import ReferenceTokenizer, first_difference
 from luthier.check.verify.row import RowVerifier
+from luthier.check.verify.weights import token_weights
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowError
 from luthier.records import (
@@ -339,6 +341,22 @@ def test_targets_outside_what_a_row_asks_for_besides_are_found() -> None:
     assert not sample.target[other_question]
     found = verify_row(row, retargeted(sample, other_question, True), under_test)
     assert {violation.check for violation in found} == {Check.NOTHING_SUPPLIED_TRAINED}
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_a_message_that_is_taken_out_where_all_is_learned_is_missed_if_it_is_learned(taken: int) -> None:
+    under_test = encoder(train_on="all")
+    messages = [replace(one, train=False) if n == taken else one for n, one in enumerate(PLAIN.messages)]
+    row = chat(*messages)
+    assert not verify_row(row, under_test.encode(row), under_test)
+    found = verify_row(row, under_test.encode(PLAIN), under_test)
+    assert {violation.check for violation in found} == {Check.NOTHING_SUPPLIED_TRAINED}
+
+
+def test_a_part_that_is_printed_without_its_end_counts_no_letters_behind_it() -> None:
+    part = Text(text="ab \n")
+    policy = TurnPolicy(scaffold=1.0, pieces=((part, 0.5),), parts=(part,))
+    assert token_weights("ab<e>", [(0, 2), (2, 3), (3, 5)], policy).tolist() == [0.5, 1.0, 1.0]
 
 
 # ------------------------------------------------------------------------------------------------ control strings
