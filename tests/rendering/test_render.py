@@ -254,6 +254,16 @@ def test_a_stop_that_opens_the_next_turn_is_trained() -> None:
     assert trained(path) == "a1<|user|>"
 
 
+def test_a_stop_that_is_written_only_between_turns_is_trained_at_the_end_too() -> None:
+    between = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{% if not loop.last %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_end|>\n<|im_start|>assistant\n' }}{% endif %}"
+    )
+    paths = renderer(between).render(TWO_TURNS).paths
+    assert sorted(map(trained, paths)) == ["bye<|im_end|>", "hello<|im_end|>"]
+
+
 def test_stop_is_the_last_of_the_turn_not_the_first_control_token_after_the_text() -> None:
     template = CHATML.replace("'<|im_end|>\n'", "'</think><|im_end|>\n'")
     (path,) = renderer(template).render(conversation(user("u"), assistant("a"))).paths
