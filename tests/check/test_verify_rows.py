@@ -359,6 +359,12 @@ def test_a_part_that_is_printed_without_its_end_counts_no_letters_behind_it() ->
     assert token_weights("ab<e>", [(0, 2), (2, 3), (3, 5)], policy).tolist() == [0.5, 1.0, 1.0]
 
 
+def test_a_number_beside_a_call_that_has_it_too_counts_as_what_the_template_writes() -> None:
+    call = ToolCall(name="f", arguments={"zone": 1})
+    policy = TurnPolicy(scaffold=1.0, pieces=((call, 0.5),), parts=(call,))
+    assert token_weights('1 {"name": "f", "arguments": {"zone": 1}}', [(0, 1)], policy).tolist() == [1.0]
+
+
 # ------------------------------------------------------------------------------------------------ control strings
 
 
