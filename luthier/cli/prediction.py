@@ -125,6 +125,8 @@ def predict(  # noqa: PLR0913
         for reason, count in found.metrics["unjudged"].items():
             line = f"{counted(count, 'answer has', 'answers have')} no score of the judge: {reason}"
             console.print(f"[yellow]{escape(line)}[/]", highlight=False)
+        for name, why in found.metrics["not_measured"].items():
+            console.print(f"[yellow]{escape(name)} is not measured: {escape(why)}[/]", highlight=False)
         if found.metrics["not_installed"]:
             names = ", ".join(found.metrics["not_installed"])
             console.print(f"[yellow]not measured, as their packages are not installed: {names}[/]")
@@ -194,14 +196,18 @@ def _summary(metrics: Mapping[str, Any]) -> str:
 
 
 def _table(measured: dict[str, JsonObject]) -> Table:
-    table = Table("metric", "value", "95 % interval", box=None)
+    """``counted`` is there where not all answers count for a metric."""
+    some_count = any("counted" in values for values in measured.values())
+    table = Table("metric", "value", "95 % interval", *(["counted"] if some_count else []), box=None)
     for name, values in measured.items():
         for what, value in values.items():
             if isinstance(value, float):
                 is_main = what in ("mean", "score")
                 ends = values.get("interval") if is_main else None
                 shown = "" if ends is None else f"{ends[0]:.4g} to {ends[1]:.4g}"
-                table.add_row(escape(name if is_main else f"{name} ({_WORDS.get(what, what)})"), f"{value:.4g}", shown)
+                of = f"{values['counted']:,}" if is_main and "counted" in values else ""
+                named = name if is_main else f"{name} ({_WORDS.get(what, what)})"
+                table.add_row(escape(named), f"{value:.4g}", shown, *([of] if some_count else []))
     return table
 
 

@@ -263,6 +263,13 @@ def measured(
     return told
 
 
+def why_unmeasured(metric: Metric) -> str:
+    """What to say of a metric that was asked for and is not among what `measured` gives."""
+    if metric.of_losses is not None:
+        return "there are no losses of the rows' own answers"
+    return "no answer has a score" if metric.is_judged else "no row has an answer of the kind that it compares"
+
+
 def _of_all(metric: Metric, answers: Sequence[Answered]) -> dict[str, object]:
     assert metric.of_corpus is not None, "a metric has one of the functions"
     if all(one.expected is None for one in answers):
@@ -342,9 +349,9 @@ def told_of_values(values: Sequence[Sequence[float]], rows: Sequence[str]) -> di
     samples = [sample for row in values for sample in row]
     if not samples:
         return {}
-    parts_N2 = sums_and_counts(values)
+    parts_N2, of = with_say(sums_and_counts(values), rows)
     told: dict[str, object] = {"mean": mean_of(parts_N2.sum(axis=0))}
-    told |= _ends(interval(parts_N2, rows, mean_of))
+    told |= _ends(interval(parts_N2, of, mean_of))
     several = [row for row in values if row]
     most = max(map(len, several))
     if most > 1:
@@ -358,6 +365,13 @@ def told_of_values(values: Sequence[Sequence[float]], rows: Sequence[str]) -> di
 def sums_and_counts(values: Sequence[Sequence[float]]) -> Sums:
     """Of the values of each question, float64[N, 2]."""
     return np.array([(sum(row), len(row)) for row in values], dtype=np.float64).reshape(-1, 2)
+
+
+def with_say(parts_N2: Sums, rows: Sequence[str]) -> tuple[Sums, list[str]]:
+    """What `sums_and_counts` gives of the questions that count, and their rows: the others say nothing, and where one
+    row alone counts there is no interval."""
+    counts_N = parts_N2[:, 1] > 0
+    return parts_N2[counts_N], [row for row, does in zip(rows, counts_N, strict=True) if does]
 
 
 def parts_of(

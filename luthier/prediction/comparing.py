@@ -15,7 +15,16 @@ import regex
 
 from luthier.check.show.html import render
 from luthier.errors import UserError
-from luthier.metrics import JUDGE, RowLoss, chosen_metrics, paired_values, parts_of, sums_and_counts
+from luthier.metrics import (
+    JUDGE,
+    RowLoss,
+    chosen_metrics,
+    paired_values,
+    parts_of,
+    sums_and_counts,
+    why_unmeasured,
+    with_say,
+)
 from luthier.metrics.texts import ScoreOf, Sums, is_unspaced, mean_of, paired, sums_by_row
 from luthier.prediction.model_scores import (
     AnswerPlace,
@@ -77,7 +86,7 @@ class AnswerPair:
 @dataclass(frozen=True, kw_only=True)
 class PredictionComparison:
     """Two predictions beside each other. ``left_out``: questions that one of them has not answered.
-    ``not_compared``: metrics that both have and that cannot be compared, with the reason."""
+    ``not_compared``: metrics that both have, or that were asked for, and that cannot be compared, with the reason."""
 
     a: str
     b: str
@@ -121,9 +130,11 @@ def compare_predictions(
         if metric.is_of_rows:
             values = paired_values(metric, answers_a, answers_b)
             if not any(values[0]):
+                if metrics is not None:
+                    not_compared.setdefault(name, why_unmeasured(metric))
                 continue
             rows = [one.row for one in answers_a]
-            of_a, of_b = ((sums_and_counts(each), rows, mean_of) for each in values)
+            of_a, of_b = ((*with_say(sums_and_counts(each), rows), mean_of) for each in values)
             # Of each question; a row without a say is neither.
             pairs = zip(*values, strict=True)
             verdicts[name] = [_verdict(fmean(one), fmean(other)) if one and other else "" for one, other in pairs]
@@ -132,6 +143,8 @@ def compare_predictions(
         else:
             whole_a, whole_b = parts_of(metric, answers_a, losses_a), parts_of(metric, answers_b, losses_b)
             if whole_a is None or whole_b is None:
+                if metrics is not None:
+                    not_compared.setdefault(name, why_unmeasured(metric))
                 continue
             told = replace(_compared(name, whole_a, whole_b), lower_is_better=metric.of_losses is not None)
         found.append(told)

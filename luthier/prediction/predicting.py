@@ -34,7 +34,7 @@ from luthier.engines.http import HttpEngine, server_engine
 from luthier.engines.json_client import AnswerScorer, ServerUnreachable, patiently
 from luthier.errors import RowError, UserError
 from luthier.loader.settings import Loaded, load_rows
-from luthier.metrics import JUDGE, RowLoss, chosen_metrics, measured
+from luthier.metrics import JUDGE, Metric, RowLoss, chosen_metrics, measured, why_unmeasured
 from luthier.prediction import TrainedRun, open_run
 from luthier.prediction.model_scores import JUDGEMENTS_FILE, LOSSES_FILE, answers_in, judgements, losses_of, read_lines
 from luthier.preparation.segments import SegmentIndex
@@ -192,7 +192,7 @@ def predict(
         losses = losses_of(opened.config, opened.encoder.tokenizer, loaded, rows.segments, folder, lines)
     judged = judgements(judge, lines, folder, opened.encoder.tokenizer.control) if judge is not None else {}
     measures = measured(chosen, answers_in(lines, judged), losses)
-    found = _metrics(lines, rows, measures, absent, _contamination(opened, rows))
+    found = _metrics(lines, rows, measures, chosen if options.metrics else {}, absent, _contamination(opened, rows))
     found["unjudged"] = dict(Counter(one.reason for one in judged.values() if one.score is None))
     write_text(folder / METRICS_FILE, to_json(found) + "\n")
     return Predicted(folder=folder, metrics=found)
@@ -214,7 +214,7 @@ def _rows(run: TrainedRun, data: str | None, turns: Turns) -> _Questions:
     lost: Counter[str] = Counter()
     config = run.config
     sources = resolve_sources(config.data)[1] if data is None else [SourceConfig(path=data)]
-    segments = _of_sources(run, sources, lost) if sources else _held_out(run)
+    segments = _of_sources(run, sources, lost) if sources else _held_out(run, lost)
     asked: list[_RowQuestion] = []
     answered, histories = list[Segment](), list[Segment]()
     by_row: dict[Address, list[_RowQuestion]] = defaultdict(list)
@@ -295,14 +295,16 @@ def _answers_of(sample: Sample, kind: RowKind) -> list[Segment]:
             raise AssertionError(kind)
 
 
-def _held_out(run: TrainedRun) -> Iterator[tuple[Segment, bool, ToolDeclarations]]:
-    """The part of the training data that the run held out."""
+def _held_out(run: TrainedRun, lost: Counter[str]) -> Iterator[tuple[Segment, bool, ToolDeclarations]]:
+    """The part of the training data that the run held out; rows of which its ``data.max_length`` leaves nothing are
+    lost."""
     if not run.config.data.eval_split:
         hint = "name a file of rows (--data FILE)"
         raise UserError(f"the run in {run.folder} has no held-out rows", hint=hint)
     held_out = _rows_of_run(run).held_out
     assert held_out is not None, "a share of the rows is held out"
     _refuse_others(run, held_out)
+    lost.update(held_out.ledger.dropped + held_out.ledger.quarantined)
     for index in wanted(held_out):
         yield held_out[index], False, ()
 
@@ -468,6 +470,7 @@ def _metrics(
     lines: Sequence[Mapping[str, Any]],
     rows: _Questions,
     measures: Mapping[str, object],
+    asked_for: Mapping[str, Metric],
     absent: Sequence[str],
     held: Mapping[str, object] | None,
 ) -> dict[str, object]:
@@ -483,6 +486,7 @@ def _metrics(
         "tokens": tokens,
         "logprob_per_token": sum(line["logprob"] for line in answered) / tokens if tokens else None,
         "metrics": dict(measures),
+        "not_measured": {name: why_unmeasured(one) for name, one in asked_for.items() if name not in measures},
         "not_installed": list(absent),
         "contamination": held,
     }

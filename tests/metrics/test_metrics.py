@@ -136,6 +136,16 @@ def test_a_single_row_has_no_interval() -> None:
     assert score("exact", ("a", "a"), ("a", "b"))["interval"] == [0.0, 1.0]
 
 
+def test_a_single_row_that_counts_has_no_interval_beside_rows_that_do_not() -> None:
+    silent = [Answered(row=f"s{n}", expected="no number", generated=("1",)) for n in range(5)]
+    unasked = Answered(row="u", expected=None, generated=("1",))
+    one = measured({"number": METRICS["number"]}, [Answered(row="a", expected="1", generated=("1",)), *silent, unasked])
+    assert one["number"] == {"mean": 1.0, "counted": 1}
+    two = [Answered(row=row, expected="1", generated=(got,)) for row, got in (("a", "1"), ("b", "2"))]
+    alone, among = (measured({"number": METRICS["number"]}, [*two, *more])["number"] for more in ([], silent))
+    assert among == {**alone, "counted": 2}, "rows without a say change nothing"
+
+
 def test_the_interval_of_a_corpus_is_that_of_the_package_on_drawn_rows() -> None:
     """The scores that the package gives to the drawn rows themselves have the same middle."""
     sacrebleu = pytest.importorskip("sacrebleu")

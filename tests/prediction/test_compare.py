@@ -95,6 +95,16 @@ def test_losses_over_other_tokens_are_not_compared_and_it_is_said(tmp_path: Path
     assert set(compare(a, b).not_compared) == {"perplexity"} and not compare(a, b, metrics=["exact"]).not_compared
 
 
+def test_a_metric_that_was_asked_for_and_says_nothing_is_named_and_one_row_has_no_interval(tmp_path: Path) -> None:
+    silent: list[Answer] = [("q", "no number", "7")] * 3
+    a = prediction(tmp_path / "a", [("q", "7", "8"), *silent])
+    b = prediction(tmp_path / "b", [("q", "7", "7"), *silent])
+    found = compare(a, b, metrics=["number", "json", "choice"])
+    (number, _) = found.metrics
+    assert number.name == "number" and number.interval is None and number.p == 1.0
+    assert set(found.not_compared) == {"choice"} and not compare(a, b).not_compared.keys() & {"choice"}
+
+
 def called(name: str | None) -> dict[str, Any]:
     calls = [{"function": {"name": name, "arguments": "{}"}}] if name else []
     return {"role": "assistant", "content": "", **({"tool_calls": calls} if calls else {})}

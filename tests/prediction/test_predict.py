@@ -252,6 +252,17 @@ def test_a_run_answers_the_rows_that_it_held_out_and_no_others(tmp_path: Path) -
         luthier.predict(run, out)
 
 
+def test_held_out_rows_that_the_run_cuts_away_are_counted(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    asked = [*map(str, range(8)), *(f"{n} " * 99 for n in "abcd")]
+    shown = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": "Yes."}]} for q in asked]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in shown))
+    data = {"train": str(rows), "eval_split": 10, "max_length": 64, "max_drop": 0.9}
+    run = trained(tmp_path / "run", {"type": "lora"}, data=data).path
+    found = luthier.predict(run, luthier.PredictOptions(metrics=["exact"])).metrics
+    assert 0 < found["lost_rows"]["too_long"] <= 4 and found["asked"] + found["lost_rows"]["too_long"] == 10
+
+
 def test_a_large_file_is_known_again_by_parts_of_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "WHOLE_BYTES", 1000)
     path, rng = tmp_path / "model.safetensors", np.random.default_rng(0)
@@ -538,9 +549,11 @@ def test_the_command_prints_one_json_document(
 ) -> None:
     code = run_command(
         ["predict", str(lora.path), "generate.max_new_tokens=3", "--data", str(questions), "--out", str(tmp_path),
-         "--metrics", "exact, contains", "--metrics", "regex:(o|x{1,2})", "--json", "-"]
+         "--metrics", "exact, contains, choice", "--metrics", "regex:(o|x{1,2})", "--json", "-"]
     )  # fmt: skip
-    said = json.loads(capsys.readouterr().out)
+    out, words = capsys.readouterr()
+    said = json.loads(out)
+    assert set(said["not_measured"]) == {"choice"} and "choice" in words
     assert code == 0 and said["folder"] == str(tmp_path)
     assert set(said["metrics"]) == {"exact", "contains", "regex:(o|x{1,2})"} and said["answers"] == 4
     assert json.loads((tmp_path / "metrics.json").read_text()) == {k: v for k, v in said.items() if k != "folder"}

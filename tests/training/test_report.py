@@ -278,6 +278,18 @@ def test_a_run_that_compares_shows_rewards_and_no_perplexity(result: RunResult) 
     assert "3.000 → 1.000   per pair" in text and "judged right    80.0%   of 50 held-out pairs" in text
 
 
+def test_each_reward_of_a_chart_has_a_look_of_its_own_that_the_style_sheet_knows(result: RunResult) -> None:
+    names = ["reward", *(f"reward/r{n}" for n in range(9))]
+    steps = tuple(replace(s, measures={name: s.step / (n + 1) for n, name in enumerate(names)}) for s in result.steps)
+    page = write_report(Report(result=replace(result, steps=steps)))[0].read_text()
+    cards = re.findall(r"<h3>reward\b(.*?)</h3>", page, flags=re.S)
+    shown = [re.findall(r'<i class="(\w+)"></i>(\w+)', card) for card in cards]
+    assert sorted(name for card in shown for _, name in card) == sorted(["reward", *(f"r{n}" for n in range(9))])
+    for looks in ([look for look, _ in card] for card in shown):
+        assert len(set(looks)) == len(looks)
+        assert all(f"{what}.{look} {{" in page for look in looks for what in ("path", "i", "circle"))
+
+
 @pytest.mark.parametrize(
     ("objective", "packing", "told"),
     [

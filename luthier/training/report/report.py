@@ -306,6 +306,8 @@ MEASURE_CHARTS = (
     ("log-probability", "logps/chosen", "logps/rejected"),
     ("KL estimate", "kl", None),
 )
+# Classes of the page's style sheet: of curves in one chart, which has no more.
+LOOKS = ("main", "raw", "eval", "green", "violet", "teal", "grey")
 # Of answers that the run drew: title and measures, each a curve.
 DRAWN_CHARTS = (
     ("reward", ("reward",)),
@@ -403,12 +405,12 @@ def _drawn_charts(result: RunResult) -> list[plots.Chart]:
     charts = []
     for title, measures in DRAWN_CHARTS:
         shown = [*measures, *(each if title == "reward" and len(each) > 1 else [])]
-        looks = ("main", "raw", *("eval" for _ in shown))
-        curves = [
-            _measured(result, name, look, name.rpartition("/")[2]) for name, look in zip(shown, looks, strict=False)
-        ]
-        log = title.startswith("gap") and plots.spans_decades(curves)
-        charts.append(plots.chart(title, [curve for curve in curves if curve.steps], width=380, height=190, log=log))
+        for start in range(0, len(shown), len(LOOKS)):
+            some = zip(shown[start : start + len(LOOKS)], LOOKS, strict=False)
+            curves = [_measured(result, name, look, name.rpartition("/")[2]) for name, look in some]
+            curves = [curve for curve in curves if curve.steps]
+            log = title.startswith("gap") and plots.spans_decades(curves)
+            charts.append(plots.chart(title, curves, width=380, height=190, log=log))
     return [one for one in charts if one is not None]
 
 
