@@ -288,5 +288,5 @@ def media_part(kind: str, path: str) -> Media:
 
     file = Path(path).expanduser()
     if not file.is_file():
-        raise UserError(f"there is no file {path}", hint=f"/{kind} PATH takes the path of a file")
+        raise UserError(f"there is no file {path}", hint=f"--{kind} PATH and /{kind} PATH take the path of a file")
     return MEDIA[kind](source=str(file.resolve()), root=str(file.resolve().parent))

@@ -20,14 +20,14 @@ from luthier.config.schema import GenerateConfig
 from luthier.encoding.encoder import Encoder
 from luthier.engines import Completion, Finish, Ids, Refusal, Request
 from luthier.engines.next_tokens import BatchRow
-from luthier.errors import SourceError, UserError
+from luthier.errors import RowError, SourceError, TrainingError, UserError
 from luthier.presets import tokenizer_folder
 from luthier.records import Address, MediaItem, Segment
 from luthier.rewards.function_process import EnvironmentProcess, ToolBox
 from luthier.sources.source import RowsByAddress, open_sources
 from luthier.training.folder.run_folder import ROLLOUTS_FOLDER
 from luthier.training.rollouts.talks import CHANGED, MALFORMED, UNREAD, UNREAD_BESIDE, Talks, Trajectory, answer_tree
-from tests.conftest import children
+from tests.conftest import children, refused
 from tests.training.tiny_runs import TINY
 
 CODE = '''
@@ -372,6 +372,17 @@ def test_conversations_do_not_depend_on_their_batch_and_go_on_after_a_kill(
     for file in sorted((parts / ROLLOUTS_FOLDER).iterdir())[2:]:
         file.unlink()
     assert run(parts, code, max_turns=2, batch_size=1) == whole
+
+
+def test_a_run_of_which_no_question_can_be_asked_ends_in_its_first_step(
+    tmp_path: Path, code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_prompt(encoder: Encoder, history: object) -> None:
+        raise RowError("media_unread", "as of a conversation with an image")
+
+    monkeypatch.setattr("luthier.training.rollouts.talks.prompt_of_turns", no_prompt)
+    with refused(TrainingError, "media_unread"):
+        run(tmp_path / "run", code)
 
 
 def _stops_after_three(add: Any) -> Any:

@@ -340,7 +340,7 @@ def check_name(name: str | None) -> None:
     """Raises `UserError` for a device that is not in the table."""
     if name is not None and name not in _TABLE:
         hint = f"known are {', '.join(DEVICE_NAMES)}; without --device the one that is here is taken"
-        raise UserError(f"the table of peak speeds has no device {name!r} in the table of peaks", hint=hint)
+        raise UserError(f"the table of peak speeds has no device {name!r}", hint=hint)
 
 
 def device_named(name: str, *, in_16_bits: bool) -> Device:

@@ -465,6 +465,9 @@ class Rollouts:
             return
         own = [sum(answer.finished for answer in answers), len(answers)]
         finished, drawn = (int(number) for number in summed_over_ranks(own, self.world))
+        if not drawn and self.missing:
+            hint = "docs/errors.md explains the reason; take other rows, or another objective"
+            raise TrainingError(f"no question of the first step was answered: {', '.join(self.missing)}", hint=hint)
         if finished < self.config.min_finished * drawn:
             raise TrainingError(
                 f"{finished} of the {counted(drawn, 'answer')} of the first step are finished within "
