@@ -11,7 +11,7 @@ import lzma
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -236,11 +236,33 @@ def _found_files(config: SourceConfig) -> tuple[DataFile, ...]:
             hint = "name the file of that part itself, or give the folder"
             raise SourceError(f"{config.path}: one file has no parts to choose from, {wanted} is asked for", hint=hint)
         return (_describe(path),)
-    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-    found = [match for match in matches if match.is_file() and _kind(match) is not None]
+    found = _matches(path)
     if not found:
         raise SourceError(f"{config.path}: no such file, folder or pattern", hint=_missing_hint(path))
     return _of_one_kind(_of_split(found, path.parent, config), config.path)
+
+
+def _matches(pattern: Path) -> list[Path]:
+    matches = [Path(match) for match in sorted(glob.glob(str(pattern), recursive=True))]
+    return [match for match in matches if match.is_file() and _kind(match) is not None]
+
+
+def passed_over(config: SourceConfig, files: Sequence[DataFile]) -> list[str]:
+    """The files that a pattern names too and that are not read, as their names are those of other splits; of a folder
+    those of no split, beside others for ``train``."""
+    path = Path(config.path).expanduser()
+    if config.split != "train" or path.is_file() or (path / "dataset_dict.json").exists():
+        return []
+    read = {file.path for file in files}
+    root = path / config.subset if config.subset and (path / config.subset).is_dir() else path
+    if not root.is_dir():
+        found = _matches(path)
+    elif (root / "state.json").exists():
+        return []
+    else:
+        each_file = [each for each in sorted(root.rglob("*")) if _is_data_file(each, root)]
+        found = [each for each in each_file if _split_of(each, root, "train") is None]
+    return [str(each) for each in found if str(each) not in read and _kind(each) == files[0].kind]
 
 
 def _folder_files(folder: Path, config: SourceConfig) -> tuple[DataFile, ...]:

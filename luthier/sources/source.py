@@ -39,7 +39,7 @@ from luthier.records import (
 )
 from luthier.sources import RawRow, RowBytes, decode_row, json_kind
 from luthier.sources.detect import NUM_ROWS_SEEN, detect_layout, unread_names
-from luthier.sources.files import FileKind
+from luthier.sources.files import FileKind, passed_over
 from luthier.sources.formats import Layout
 from luthier.sources.formats.media import parted_slots, written_slots
 from luthier.sources.formats.reading import Reading
@@ -49,6 +49,7 @@ from luthier.sources.row_index import RowIndex, index_origin
 from luthier.sources.text_files import cell_separator
 from luthier.writing import counted
 
+MOST_TOLD = 3  # of the files that are not read
 SHORTEST_ROW = 2  # bytes of text: an empty object, or a character and the end of its line
 _COUNT_SUFFIX = re.compile(r"^(?P<path>.+)#(?P<count>[1-9][0-9]*)$")
 
@@ -113,16 +114,23 @@ class Source:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """How the files are read, in sentences, where the config leaves it to a default or to their header."""
+        """How the files are read, in sentences, where the config leaves it to a default, to their header or their
+        names."""
         if not isinstance(self.origin, LocalFiles):
             return ()
-        file, config = self.origin.files[0], self.config
+        file, config, told = self.origin.files[0], self.config, list[str]()
         if file.kind is FileKind.TXT:
             hint = "" if config.documents else " (a default: documents chooses line, paragraph or file)"
-            return (f"each {file.documents} is a document with an end token of its own{hint}",)
+            told.append(f"each {file.documents} is a document with an end token of its own{hint}")
         if file.kind is FileKind.CSV and config.separator is None and (found := cell_separator(file)) != ",":
-            return (f"its cells are separated by {found!r}, as the header shows",)
-        return ()
+            told.append(f"its cells are separated by {found!r}, as the header shows")
+        if others := [Path(name).name for name in passed_over(config, self.origin.files)]:
+            names = ", ".join(others[:MOST_TOLD]) + (" …" if len(others) > MOST_TOLD else "")
+            which = (
+                f"{counted(len(others), 'file is', 'files are')} not read, as their names say another split, or none"
+            )
+            told.append(f"{which}: {names} (files that are named one by one are always read)")
+        return tuple(told)
 
     def row_bytes(self) -> Iterator[RowBytes | RowError]:
         """The rows as bytes, in the order of the files. Raises `SourceError` if a file as a whole cannot be read.

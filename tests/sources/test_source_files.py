@@ -220,6 +220,19 @@ def test_split_chooses_the_files_that_are_named_for_it(tmp_path: Path, names: tu
         source_of(tmp_path, split="validation")
 
 
+def test_files_that_are_left_out_for_their_names_are_told(tmp_path: Path) -> None:
+    for name in ("train-0.jsonl", "test_cases.jsonl", "chat.jsonl", "val/0.jsonl"):
+        write_jsonl(tmp_path / name, ROWS[:1])
+
+    def told(where: Path, *names: str) -> bool:
+        remark = " ".join(source_of(where).remarks)
+        return [name for name in ("train-0", "test_cases", "chat", "val", "0.jsonl") if name in remark] == [*names]
+
+    assert told(tmp_path / "*.jsonl", "test_cases", "chat") and told(tmp_path, "chat")
+    assert told(tmp_path / "train-*.jsonl") and told(tmp_path / "chat.jsonl")
+    assert source_of(tmp_path, split="test").remarks == ()
+
+
 def test_a_single_file_is_read_whatever_its_name_and_has_no_other_split(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "test.jsonl", [{"text": "x"}])
     assert texts(source_of(path)) == ["x"]
