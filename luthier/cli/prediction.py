@@ -118,7 +118,7 @@ def predict(  # noqa: PLR0913
         found = predict_rows(run, options, overrides=overrides or (), engine=engine, on_progress=progressed)
         console.print(_summary(found.metrics), highlight=False)
         if found.metrics["metrics"]:
-            console.print(_table(found.metrics["metrics"]))
+            console.print(metric_table(found.metrics["metrics"]))
         if (held := found.metrics["contamination"]) is not None and held["found"]:
             line = msgspec.convert(held, Contamination).sentence
             console.print(f"[yellow]{escape(line)}[/] (metrics.json names them)", highlight=False)
@@ -195,7 +195,7 @@ def _summary(metrics: Mapping[str, Any]) -> str:
     return told + (f"; not answered: {', '.join(lost)}" if lost else "")
 
 
-def _table(measured: dict[str, JsonObject]) -> Table:
+def metric_table(measured: dict[str, JsonObject]) -> Table:
     """``counted`` is there where not all answers count for a metric."""
     some_count = any("counted" in values for values in measured.values())
     table = Table("metric", "value", "95 % interval", *(["counted"] if some_count else []), box=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -10,12 +11,14 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file, save_file
 
 import luthier
 from luthier import prediction as trained_run
 from luthier.__main__ import run as run_command
+from luthier.cli.prediction import metric_table
 from luthier.engines import Completion, Engine, Finish, Request
 from luthier.errors import ModelError, UserError
 from luthier.prediction import predicting
@@ -557,6 +560,17 @@ def test_the_command_prints_one_json_document(
     assert code == 0 and said["folder"] == str(tmp_path)
     assert set(said["metrics"]) == {"exact", "contains", "regex:(o|x{1,2})"} and said["answers"] == 4
     assert json.loads((tmp_path / "metrics.json").read_text()) == {k: v for k, v in said.items() if k != "folder"}
+
+
+def test_the_table_says_how_many_answers_count_where_not_all_do() -> None:
+    def shown(measured: dict[str, dict[str, Any]]) -> str:
+        console = Console(width=100, record=True, file=io.StringIO())
+        console.print(metric_table(measured))
+        return console.export_text()
+
+    some = {"exact": {"mean": 0.5}, "number": {"mean": 0.25, "interval": [0.0, 0.5], "counted": 1234}}
+    assert "1,234" in shown(some) and "counted" in shown(some)
+    assert "counted" not in shown({"exact": {"mean": 0.5}})
 
 
 # ----------------------------------------------------------------------------------------- descriptions that answer
