@@ -291,7 +291,7 @@ def _serve_environment(kind: Any, tell: TellParent) -> None:
                     tell(call=asked["call"], messages=_listed(made[number].start(asked["row"])))
                 case "step":
                     found = made[number].step(asked["message"])
-                    done = {"reward": found.reward} if isinstance(found, Over) else None
+                    done = {"reward": opinion(found.reward)} if isinstance(found, Over) else None
                     messages = found.messages if isinstance(found, Over) else found
                     tell(call=asked["call"], messages=_listed(messages), done=done)
                 case "end":

@@ -334,8 +334,7 @@ def _message(told: object, of: str) -> Message:
 
 
 def _reward(value: object) -> float | None:
-    if value is None or (isinstance(value, int | float) and not isfinite(value)):
-        return None
-    if not isinstance(value, int | float):
-        raise NoAnswer("the reward that ends a conversation is no number")
-    return float(value)
+    found = _as_opinion(value)
+    if isinstance(found, NoReward) or not (value is None or isinstance(value, int | float)):
+        raise NoAnswer("the reward that ends a conversation is no number, or one that is too large")
+    return found

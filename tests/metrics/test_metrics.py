@@ -70,6 +70,7 @@ def test_samples_of_a_row_are_told_by_their_best_and_by_the_chance_that_one_of_k
     told: Any = measured(chosen_metrics(["exact"])[0], samples)["exact"]
     assert told["mean"] == told["pass@1"] == 0.125
     assert told["pass@2"] == pytest.approx(0.25) and told["pass@4"] == told["best"] == 0.5
+    assert "best" not in score("exact", ("x", "x")), "of one sample it is the mean"
 
 
 def test_samples_that_rightly_call_nothing_are_right_beside_one_that_calls() -> None:
@@ -402,6 +403,8 @@ def test_an_argument_goes_to_the_end_of_the_names() -> None:
         chosen_metrics(["exact:1"])
     with refused(UserError, "perplexity"):
         metrics_of_answers(["exact", "perplexity"])
+    with refused(UserError, "tool_calls"):
+        metrics_of_answers(["exact", "tool_calls"])
     with refused(UserError, "char", "zh"):
         chosen_metrics(["bleu:no_such_way"])
 

@@ -74,6 +74,15 @@ class Guess:
         self.left -= 1
         return [{"role": "user", "content": f"More, {self.left} left."}]
 
+class Judge:
+    def start(self, row):
+        return None
+
+    def step(self, message):
+        import numpy
+        rewards = {"numpy": numpy.float32(0.5), "true": True, "nan": float("nan"), "huge": -(10**400), "text": "good"}
+        return Over(rewards[message["content"]])
+
 class Even:
     """The second answer is judged: which share of its characters have even numbers."""
 
@@ -294,6 +303,15 @@ def test_an_environment_answers_and_says_how_good_a_conversation_was(
     assert [answer.outcome for answer in answers] == [0.04, 0.06, None, None]
     assert [answer.finished for answer in answers] == [True, True, False, False]
     assert sum(noted.values()) == 2
+
+
+def test_rewards_of_an_environment_are_numbers_as_those_of_a_function_are(
+    encoder: Encoder, tmp_path: Path, code: Path
+) -> None:
+    script = [["numpy"], ["true"], ["nan"], ["huge"], ["text"]]
+    answers, noted, _ = talk(encoder, script, tmp_path, code, environment="Judge")
+    assert [answer.outcome for answer in answers] == [0.5, 1.0, None, None, None]
+    assert [answer.finished for answer in answers] == [True, True, True, False, False] and noted.total() == 2
 
 
 def test_an_environment_that_dies_ends_its_conversations_without_a_reward(
