@@ -139,10 +139,16 @@ def test_an_adapter_answers_on_its_base_wherever_that_is_and_not_on_another(tmp_
 
 
 def test_a_base_that_another_run_has_left_does_not_answer(tmp_path: Path, base: Path) -> None:
-    """Whose base is in the folder is said by the run, not by what lies there."""
+    """Whose base is in the folder is said by the run, not by what lies there; whose template, by what it has saved."""
     run = trained(tmp_path / "run", {"type": "lora"}, model=str(base)).path
     shutil.copytree(base, run / "base")
     assert trained_run.open_run(run).config.model.name_or_path == str(base)
+    (other := tmp_path / "other.jinja").write_text("{{ messages }}")  # a file that has changed since the run
+    said = json.loads((run / "run_config.json").read_text())
+    said["template"]["chat_template"] = str(other)
+    (run / "run_config.json").write_text(json.dumps(said))
+    saved = (run / "model" / "chat_template.jinja").read_text()
+    assert trained_run.open_run(run).config.template.chat_template == saved
 
 
 def test_a_base_that_only_the_run_has_is_not_replaced_by_another(lora: RunResult, tmp_path: Path) -> None:
