@@ -19,6 +19,7 @@ import luthier
 from luthier import prediction as trained_run
 from luthier.__main__ import run as run_command
 from luthier.cli.prediction import metric_table
+from luthier.config.loading import load_config
 from luthier.engines import Completion, Engine, Finish, Request
 from luthier.errors import ModelError, UserError
 from luthier.prediction import predicting
@@ -149,6 +150,19 @@ def test_a_base_that_another_run_has_left_does_not_answer(tmp_path: Path, base: 
     (run / "run_config.json").write_text(json.dumps(said))
     saved = (run / "model" / "chat_template.jinja").read_text()
     assert trained_run.open_run(run).config.template.chat_template == saved
+
+
+@pytest.mark.parametrize(("is_adapter", "kind"), [(False, "none"), (True, "nf4")])
+def test_a_base_stays_quantized_and_a_whole_model_that_was_saved_is_not(
+    is_adapter: bool, kind: str, tmp_path: Path
+) -> None:
+    for name in ("model", "base"):
+        (tmp_path / name).mkdir()
+    if is_adapter:
+        (tmp_path / "model" / "adapter_config.json").write_text("{}")
+    model = {"name_or_path": "preset:tiny-qwen3", "quantization": "nf4"}
+    config = load_config({"model": model, "data": {}, "adapter": "lora", "train": {"enabled": False}})
+    assert trained_run._as_left_behind(config, tmp_path).model.quantization.type == kind
 
 
 def test_a_base_that_only_the_run_has_is_not_replaced_by_another(lora: RunResult, tmp_path: Path) -> None:
