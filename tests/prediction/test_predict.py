@@ -22,8 +22,10 @@ from luthier.cli.prediction import metric_table
 from luthier.config.loading import load_config
 from luthier.engines import Completion, Engine, Finish, Request
 from luthier.errors import ModelError, UserError
-from luthier.prediction import predicting
+from luthier.metrics import RowLoss
+from luthier.prediction import model_scores, predicting
 from luthier.presets import model_folder, tokenizer_folder
+from luthier.records import Address, Segment
 from luthier.training.folder import artifacts
 from luthier.training.report import GenerationRound, RunResult
 from tests.conftest import SHARE, refused, served_json
@@ -367,6 +369,39 @@ def test_rows_of_every_shape_have_the_loss_of_the_runs_own_evaluation(tmp_path: 
         trailing = {place for place, one in zip(asked, lines(found), strict=True) if one["expected"] is None}
         assert trailing == {"2.2", "3.3", "4.1", "7.1"}
         assert found.metrics["lost_rows"] == {"unknown_role": 2}, "each lost row is counted once"
+
+
+def test_rows_longer_than_those_of_the_run_have_a_loss(lora: RunResult, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    texts = ("How much is two and two?", "Say it once more, and in as many words as you know: how much is it?")
+    asked = [[{"role": "user", "content": text}, {"role": "assistant", "content": "Four."}] for text in texts]
+    rows.write_text("".join(json.dumps({"messages": one}) + "\n" for one in asked))
+    told = [
+        luthier.predict(
+            lora.path,
+            luthier.PredictOptions(data=rows, metrics=["perplexity"], out=tmp_path / f"{longest}"),
+            overrides=[f"data.max_length={longest}", "generate.max_new_tokens=1"],
+        ).metrics["metrics"]["perplexity"]["score"]
+        for longest in (8, 4096)
+    ]
+    assert told[0] == pytest.approx(told[1], rel=1e-5)
+
+
+def test_rows_whose_media_are_gone_have_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def losses(config: object, tokenizer: object, model: object, segments: list[Segment]) -> list[RowLoss]:
+        return [RowLoss(row=str(one.address), loss=1.0, targets=1) for one in segments]
+
+    monkeypatch.setattr(model_scores, "row_losses", losses)
+    ids = np.zeros(2, np.int32)
+    segments = [Segment(input_ids=ids, target=ids > 0, address=Address(file="rows.jsonl", row=n)) for n in (1, 2, 3)]
+    lines: list[dict[str, Any]] = [{"row": str(one.address)} for one in segments]
+    lines[1]["refused"], lines[2]["refused"] = {"reason": "media_gone"}, {"reason": "prompt_too_long"}
+    for _ in range(2):  # the second time as they were kept
+        found = model_scores.losses_of(
+            cast(Any, None), cast(Any, None), lambda: cast(Any, None), segments, tmp_path, lines
+        )
+        assert [one.row for one in found] == ["rows.jsonl:1", "rows.jsonl:3"]
+        monkeypatch.setattr(model_scores, "row_losses", None)
 
 
 def test_the_comparison_finds_an_adapter_that_was_left_out(
