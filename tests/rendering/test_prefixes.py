@@ -15,7 +15,7 @@ from luthier.presets.named_templates import named_template
 from luthier.records import Conversation, Message, Rendered
 from luthier.rendering import prefixes, recordings
 from luthier.rendering.paths import Path
-from luthier.rendering.template import ChatTemplate
+from luthier.rendering.template import ChatTemplate, MessageSpan
 from tests.rendering.chat import CHATML, Thinking, ToolCall, assistant, conversation, message, renderer, user
 
 REWRITING = (  # thoughts are printed behind the last question only, as Qwen3 does it
@@ -330,3 +330,12 @@ def test_nothing_of_a_row_is_left_to_the_garbage_collector(source: str, num: int
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+
+
+def test_a_context_knows_no_message_of_the_trunk_behind_what_they_share() -> None:
+    trunk = {n: MessageSpan(begin=4 * n, end=4 * n + 4, content_end=4 * n + 3) for n in range(4)}
+    own = {3: MessageSpan(begin=8, end=10, content_end=9)}
+    for last, shared in ((1, 99), (3, 9)):
+        found = prefixes.Stretches(own=own, trunk=trunk, last=last, shared=shared)
+        assert dict(found) == {0: trunk[0], 1: trunk[1], 3: own[3]} and len(found) == 3
+        assert found.get(2) is None and 2 not in found
