@@ -219,6 +219,15 @@ def test_a_template_without_stop_is_refused_unless_the_stop_is_not_trained() -> 
     assert trained(path) == "hellobye"
 
 
+def test_a_turn_without_a_stop_ends_before_the_next_one_though_that_has_one() -> None:
+    template = (
+        "{% for m in messages %}{{ m.role + ':\n' + m.content }}{{ '<|im_end|>' if m.role == 'user' }}\n{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+    )
+    (path,) = renderer(template, policy=TargetPolicy(train_stop=False)).render(TWO_TURNS).paths
+    assert trained(path) == "hellobye"
+
+
 def test_a_row_of_which_nothing_is_learned_is_told_by_which_setting() -> None:
     with pytest.raises(RowDropped, match=r"template\.train_on is none.*assistant", check=reason_is("no_target")):
         renderer(policy=TargetPolicy(train_on=TrainOn.NONE)).render(TWO_TURNS)
