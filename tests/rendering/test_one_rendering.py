@@ -11,6 +11,7 @@ from luthier.config.choices import HistoryRendering
 from luthier.errors import RowError
 from luthier.records import ControlPiece, Conversation, TextPiece, Thinking
 from luthier.rendering.targets import TargetPolicy
+from tests.conftest import reason_is
 from tests.rendering.chat import CHATML, Text, assistant, conversation, renderer, user
 
 ONE = TargetPolicy(history=HistoryRendering.ONE_RENDERING)
@@ -88,6 +89,14 @@ def test_an_answer_without_a_header_is_refused() -> None:
     with pytest.raises(RowError) as error:
         renderer(odd, policy=ONE).render(THREE)
     assert error.value.reason == "prompt_not_reproduced"
+
+
+def test_the_header_of_an_earlier_answer_is_not_taken_for_a_later_ones() -> None:
+    once = REWRITING.replace(
+        "{{ '<|im_start|>' + message", "{{ ('<|im_start|>' if loop.index < 3 else '-> ') + message"
+    )
+    with pytest.raises(RowError, check=reason_is("prompt_not_reproduced")):
+        renderer(once, policy=ONE).render(THREE)
 
 
 def test_a_blank_answer_and_an_answer_that_repeats_its_header_keep_their_places() -> None:

@@ -12,7 +12,7 @@ import trl
 from luthier.errors import RowError
 from luthier.records import Conversation, Piece, Thinking
 from luthier.rendering import ControlTokens
-from luthier.rendering.openings import ending_of
+from luthier.rendering.openings import _is_edge, ending_of
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy
 from luthier.rendering.template import ChatTemplate
@@ -140,6 +140,11 @@ def test_how_a_prompt_ends_does_not_depend_on_what_stands_far_before(tags: str, 
     for before in ("word " * 200, "word " * 2000, "<think>a</think>" * 30, "[THINK]" * 40 + "x" * 300, "<" + "y" * 39):
         longer = ending_of(before + tail, known)
         assert replace(longer, header_end=longer.header_end - len(before)) == alone
+
+
+def test_a_text_is_cut_neither_in_a_tag_nor_in_a_word() -> None:
+    text = "<a>of it <b>"
+    assert [place for place in range(1, len(text)) if _is_edge(text, place)] == [3, 5, 6, 8, 9]
 
 
 @pytest.mark.parametrize("prompt", ["<think></think>", "<think>\n"])
