@@ -6,15 +6,16 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from luthier.errors import RowError
 from luthier.presets.named_templates import named_template
-from luthier.records import Conversation, Message, Rendered
+from luthier.records import ControlPiece, Conversation, Message, Rendered, TextPiece
 from luthier.rendering import prefixes, recordings
-from luthier.rendering.paths import Path
+from luthier.rendering.paths import Path, _common_pieces
 from luthier.rendering.template import ChatTemplate, MessageSpan
 from tests.rendering.chat import CHATML, Thinking, ToolCall, assistant, conversation, message, renderer, user
 
@@ -339,3 +340,20 @@ def test_a_context_knows_no_message_of_the_trunk_behind_what_they_share() -> Non
         found = prefixes.Stretches(own=own, trunk=trunk, last=last, shared=shared)
         assert dict(found) == {0: trunk[0], 1: trunk[1], 3: own[3]} and len(found) == 3
         assert found.get(2) is None and 2 not in found
+
+
+def test_paths_share_pieces_as_far_as_both_are_what_their_base_begins_with() -> None:
+    pieces = [ControlPiece(token="<a>"), TextPiece(text="bb"), ControlPiece(token="<c>"), ControlPiece(token="<d>")]
+    base: Any = object()
+    long, short = (
+        Path(
+            recording=cast(Any, SimpleNamespace(base=base, shared=shared, sketch=sketch)),
+            num_messages=1,
+            kwargs={},
+            printed=(),
+        )
+        for shared, sketch in ((11, "<a>bb<c><d>"), (5, "<a>bb<x><d>"))
+    )
+    for one, other in ((long, short), (short, long)):
+        assert _common_pieces(pieces, [3, 5, 8, 11], one, other) == (1, 3)
+    assert _common_pieces(pieces, [3, 5, 8, 11], long, long) == (4, 11)
