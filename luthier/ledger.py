@@ -25,6 +25,7 @@ _WAYS = {
     "still_too_long": "raise data.max_length",
     "no_target_left": "raise data.max_length, or set data.overflow: split",
     "no_target": "look at template.train_on, and at train: false and weight: 0 in the row",
+    "cut_answer": "take out rules of template.targets that leave out a part of an answer, and such flags of the row",
     SAME_AS_HELD_OUT: "the same row is evaluated on: take out the row, or leave it",
     "objective": "choose the objective that these rows are for, or name the rows that this one needs",
     "missing_column": "say which columns of the file are what: columns of the data set, or its format",

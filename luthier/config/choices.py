@@ -271,6 +271,8 @@ SCHEDULERS = (
     "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
 )  # fmt: skip
 
+FOLLOWS_MEASURE = ("reduce_lr_on_plateau", "greedy")  # schedules that go by ``eval.metric_for_best_model``
+
 TRACKERS = (
     "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow", "neptune",
     "swanlab", "tensorboard", "trackio", "wandb",

@@ -134,7 +134,7 @@ def _needs_evaluation(draft: Draft) -> Iterator[Problem]:
     wanting = [
         ("eval.load_best_model_at_end", config.eval.load_best_model_at_end),
         ("eval.early_stopping_patience", config.eval.early_stopping_patience is not None),
-        ("train.lr_scheduler_type", config.train.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")),
+        ("train.lr_scheduler_type", config.train.lr_scheduler_type in choices.FOLLOWS_MEASURE),
     ]
     for key in (key for key, wants in wanting if wants):
         if config.eval.strategy is choices.Strategy.NO:
@@ -204,7 +204,7 @@ def _is_multiple(every: float, of: float) -> bool:
 def _metric(draft: Draft) -> Iterator[Problem]:
     config = draft.config
     metric = config.eval.metric_for_best_model
-    if not config.eval.load_best_model_at_end and config.eval.early_stopping_patience is None:
+    if not config.goes_by_metric:
         return  # it is not read then, which is told
     known = ("loss", "accuracy") if losses.is_compared(config.objective) else ("loss", "perplexity", "token_accuracy")
     if metric not in known:

@@ -15,6 +15,7 @@ from luthier.config import KeyPath, Node, get, parse_path, plain, show_path
 from luthier.config.choices import Format, MixtureBy, Packing, Strategy
 from luthier.config.explain import explain
 from luthier.config.inputs import SourceConfig
+from luthier.config.objective import OBJECTIVES
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.peers.translation import Translation
 from luthier.config.schema import RunConfig
@@ -231,6 +232,7 @@ _OF_MESSAGES = ("tags", "train_on", "thinking", "thinking_tags", "drop_system", 
 _OF_MESSAGES_IN_RUN = ("train_on", "default_system", "history")
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
+_GREEDY_MIN_LR = 1e-3  # transformers' default
 _LEVEL = ("constant", "constant_with_warmup")
 _OF_ANSWERS = ("eval.metrics", "eval.max_new_tokens", "generate", "judge")
 _CALIBRATED = ("w8a8", "w4a16")
@@ -240,7 +242,8 @@ def unread_settings(draft: Draft) -> list[str]:
     """One sentence for each key that was written and that this run does not read, or that works against another; it
     names what makes it so."""
     checks = (
-        _evaluation, _saving, _preparing, _texts, _steps, _schedule, _optimizer, _model, _tracking, _reference, _export
+        _evaluation, _saving, _preparing, _texts, _steps, _schedule, _optimizer, _model, _tracking, _reference,
+        _rollout, _export
     )  # fmt: skip
     found = [(key, why) for check in checks for key, why in check(draft) if draft.given(key)]
     for at, source in draft.sources:
@@ -255,6 +258,13 @@ def _at_odds(draft: Draft) -> Iterator[str]:
             f"{draft.cite('train.lr_scheduler_type')} is {kind}, and {draft.cite('train.optim')} is {optim}, which "
             "averages its weights instead of having its rate fall: with both it learns less (set "
             "train.lr_scheduler_type: constant_with_warmup)"
+        )
+    train = draft.config.train
+    if kind == "greedy" and "min_lr" not in train.lr_scheduler_kwargs and train.learning_rate < _GREEDY_MIN_LR:
+        yield (
+            f"{draft.cite('train.lr_scheduler_type')} is greedy, which lowers no rate below its min_lr, and that is "
+            f"{_GREEDY_MIN_LR:g} by default: {train.learning_rate:g} can only rise (set train.lr_scheduler_kwargs: "
+            "{min_lr: 0})"
         )
     yield from _warmup(draft)
 
@@ -286,8 +296,10 @@ def _evaluation(draft: Draft) -> Iterator[tuple[str, str]]:
             yield key, "eval.generate_rows is 0, so that training generates no answers"
     elif "judge" not in evaluation.metrics:
         yield "judge", f"{draft.cite('eval.metrics')} does not name judge"
-    if not evaluation.load_best_model_at_end and evaluation.early_stopping_patience is None:
-        why = "no checkpoint is chosen (eval.load_best_model_at_end) and nothing stops early"
+    if not draft.config.goes_by_metric:
+        why = (
+            "no checkpoint is chosen (eval.load_best_model_at_end), and neither an early stop nor a schedule goes by it"
+        )
         yield "eval.metric_for_best_model", why
     if evaluation.early_stopping_patience is None:
         yield "eval.early_stopping_threshold", "eval.early_stopping_patience is not set"
@@ -319,6 +331,14 @@ def _texts(draft: Draft) -> Iterator[tuple[str, str]]:
     sources = (*draft.config.data.train, *draft.config.data.eval)
     if not sources or draft.config.data.use or draft.config.data.eval_use:
         return
+    objective = draft.config.objective.name
+    if OBJECTIVES[objective].rows.is_compared:
+        why = f"of rows of {objective} the compared answers are learned"
+        yield "template.train_on", why
+        for at, _ in draft.sources:
+            yield f"{at}.train_on", why
+    if not OBJECTIVES[objective].has_head:
+        yield "template.train_stop", "a reward model learns a number for each answer, and no tokens"
     if all(map(_is_text, sources)):
         for key in _OF_MESSAGES_IN_RUN:
             yield f"template.{key}", "all rows are plain text, without messages"
@@ -373,6 +393,15 @@ def _tracking(draft: Draft) -> Iterator[tuple[str, str]]:
 def _reference(draft: Draft) -> Iterator[tuple[str, str]]:
     if draft.config.objective.reference.name_or_path is None:
         yield "objective.reference.revision", "objective.reference.name_or_path names no other model"
+
+
+def _rollout(draft: Draft) -> Iterator[tuple[str, str]]:
+    rollout = draft.config.rollout
+    if not rollout.tools and rollout.environment is None:
+        yield "rollout.max_turns", "there are neither tools nor an environment, so that each answer is one turn"
+    if not rollout.correction.is_on:
+        for key in ("level", "low", "high"):
+            yield f"rollout.correction.{key}", f"{draft.cite('rollout.correction.how')} is none"
 
 
 def _export(draft: Draft) -> Iterator[tuple[str, str]]:

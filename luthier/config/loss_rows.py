@@ -47,6 +47,8 @@ class Loss:
 
     advantage        how rewards become advantages: `luthier.objectives.policy_losses.Advantage`
     divisor          what the sum of a step is divided by: `Divisor` there
+    ratio_of         what its clip looks at: the ratio of each ``target``, of the whole ``answer``, or the geometric
+                     ``mean`` of an answer's ratios
     kl_in            where its number ``kl_weight`` acts: in the ``loss``, taken off the ``reward``, or ``nowhere``
     expects          a value head learns what to expect of an answer, which its advantages are measured against
     whitened         advantages are brought to mean 0 and standard deviation 1 over the targets of the step
@@ -72,6 +74,7 @@ class Loss:
     is_plain: bool = False
     advantage: str = "standard"
     divisor: str = "tokens"
+    ratio_of: str = "target"
     kl_in: str = "loss"
     expects: bool = False
     whitened: bool = False
@@ -369,6 +372,7 @@ ROWS = (
         "GSPO: the ratio of whole answers",
         numbers={"clip_low": 3e-4, "clip_high": 4e-4},
         divisor="answers",
+        ratio_of="mean",
     ),
     _policies(
         "cispo",
@@ -393,6 +397,7 @@ ROWS = (
         numbers={"clip_low": 0.2, "clip_high": 0.2, "kl_weight": 0.05},
         advantage="leave_one_out",
         divisor="answer_sums",
+        ratio_of="answer",
         kl_in="reward",
     ),
     _policies(
@@ -418,7 +423,7 @@ ROWS = (
     ),
     _policies(
         "max_rl",
-        "-min(p A, clip(p) A), A = (r - m) / m",
+        "-min(p A, clip(p) A), A = (r - m) / m, 0 where m is not above 0",
         "2602.02710",
         "MaxRL: rare right answers count more",
         function="clipped",

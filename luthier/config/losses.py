@@ -7,7 +7,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from luthier.config.choices import Format, HeadKernel, HistoryRendering, Overflow, Packing, QuantizationType, RowKind
+from luthier.config.choices import (
+    Format,
+    HeadKernel,
+    HistoryRendering,
+    Overflow,
+    Packing,
+    QuantizationType,
+    RowKind,
+    TrainOn,
+)
 from luthier.config.draft import Draft
 from luthier.config.inputs import QuantizationConfig
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned, ObjectiveConfig, ReferenceSource
@@ -272,6 +281,13 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("train.optim", what, hint)
     if config.train.packing is Packing.SPLIT:
         yield draft.problem("train.packing", "answers are never cut", "set train.packing: best_fit")
+    policies = [("template", config.template.train_on), *((at, source.train_on) for at, source in draft.sources)]
+    for at in (at for at, policy in policies if policy is TrainOn.ALL):
+        what = "the model answers questions, which end where learning begins, and here that is the beginning of the row"
+        yield draft.problem(f"{at}.train_on", what, "set it to assistant, or remove it")
+    if not config.template.train_stop:
+        what = "the model answers with its stop token, and rows whose answers lack it are not asked"
+        yield draft.problem("template.train_stop", what, "remove it")
 
 
 def _reward_model_faults(draft: Draft, key: str, reward: RewardConfig) -> Iterator[Problem]:

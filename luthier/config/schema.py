@@ -191,7 +191,8 @@ class EvalConfig(Section):
     early_stopping_threshold: choices.NonNegative = 0.0
     """How much better counts as an improvement."""
     metric_for_best_model: Literal["loss", "perplexity", "token_accuracy", "accuracy"] = "loss"
-    """What decides which checkpoint is the best; ``accuracy`` is that of pairs and verdicts."""
+    """What decides which checkpoint is the best, and what the schedules ``reduce_lr_on_plateau`` and ``greedy`` go by;
+    ``accuracy`` is that of pairs and verdicts."""
     load_best_model_at_end: bool = False
     """End with the best checkpoint instead of the last."""
 
@@ -425,3 +426,9 @@ class RunConfig(Section):
     export: ExportConfig = ExportConfig()
     tracking: TrackingConfig = TrackingConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+    @property
+    def goes_by_metric(self) -> bool:
+        """Whether ``eval.metric_for_best_model`` decides something: a checkpoint, the end, or the learning rate."""
+        chosen = self.eval.load_best_model_at_end or self.eval.early_stopping_patience is not None
+        return chosen or self.train.lr_scheduler_type in choices.FOLLOWS_MEASURE

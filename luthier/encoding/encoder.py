@@ -131,6 +131,9 @@ class Encoder:
         options = self.options.model_dump_json(exclude={"chat_template"})
         parts = [str(SAMPLES_VERSION), self.tokenizer.fingerprint, options, self.kind, self.media_source.fingerprint]
         parts += [] if self.keep_answer_within is None else [f"keep_answer up to {self.keep_answer_within}"]
+        parts += (
+            [] if self.kind is not RowKind.QUESTION else ["whole answers"]
+        )  # older stores hold questions with a part
         parts += [] if self.document_end == EOS else [f"document_end {self.document_end}"]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

@@ -77,6 +77,16 @@ class PolicyScores:
         return (self.logps_K - self.behaviour_K).exp()
 
     @property
+    def answer_ratios_S(self) -> torch.Tensor:
+        """The ratios of whole answers: the products of their p."""
+        return self.sums_S(self.logps_K - self.behaviour_K).exp()
+
+    @property
+    def mean_ratios_S(self) -> torch.Tensor:
+        """P."""
+        return (self.sums_S(self.logps_K - self.behaviour_K) / self.lengths_S.clamp(min=1)).exp()
+
+    @property
     def advantages_S(self) -> torch.Tensor:
         """Of answers all of whose targets have the same."""
         return self.advantages_K.new_zeros(self.num_answers).scatter(0, self.segments_K, self.advantages_K)
@@ -98,8 +108,7 @@ def clipped(scores: PolicyScores, numbers: Numbers) -> torch.Tensor:
 
 def gspo(scores: PolicyScores, numbers: Numbers) -> torch.Tensor:
     """-min(P A, clip(P) A): the ratio of whole answers."""
-    means_S = scores.sums_S(scores.logps_K - scores.behaviour_K) / scores.lengths_S.clamp(min=1)
-    return _clipped(means_S.exp(), scores.advantages_S, numbers)[scores.segments_K]
+    return _clipped(scores.mean_ratios_S, scores.advantages_S, numbers)[scores.segments_K]
 
 
 def cispo(scores: PolicyScores, numbers: Numbers) -> torch.Tensor:
@@ -118,8 +127,9 @@ def sapo(scores: PolicyScores, numbers: Numbers) -> torch.Tensor:
 
 def rloo(scores: PolicyScores, numbers: Numbers) -> torch.Tensor:
     """-A times the ratio of the whole answer's probability, which is clipped as `clipped`; each target has a share."""
-    ratios_S = scores.sums_S(scores.logps_K - scores.behaviour_K).exp()
-    return (_clipped(ratios_S, scores.advantages_S, numbers) / scores.lengths_S.clamp(min=1))[scores.segments_K]
+    return (_clipped(scores.answer_ratios_S, scores.advantages_S, numbers) / scores.lengths_S.clamp(min=1))[
+        scores.segments_K
+    ]
 
 
 def ppo(scores: PolicyScores, numbers: Numbers) -> torch.Tensor:
@@ -158,9 +168,19 @@ def _clipped(ratios: torch.Tensor, advantages: torch.Tensor, numbers: Numbers) -
     return -torch.minimum(ratios * advantages, near * advantages)
 
 
-def outside_of_clip(scores: PolicyScores, numbers: Numbers) -> torch.Tensor:
-    """bool[K]: targets that have no gradient for being further than the clip, where the loss has one on both sides."""
-    ratios_K, advantages_K = scores.ratios_K.detach(), scores.advantages_K
+def outside_of_clip(scores: PolicyScores, numbers: Numbers, ratio_of: str = "target") -> torch.Tensor:
+    """bool[K]: targets that have no gradient for being further than the clip, where the loss has one on both sides.
+    ``ratio_of``: which ratio the loss clips (`Loss.ratio_of`)."""
+    match ratio_of:
+        case "target":
+            ratios_K = scores.ratios_K.detach()
+        case "answer":
+            ratios_K = scores.answer_ratios_S.detach()[scores.segments_K]
+        case "mean":
+            ratios_K = scores.mean_ratios_S.detach()[scores.segments_K]
+        case _:
+            raise AssertionError(ratio_of)
+    advantages_K = scores.advantages_K
     if "clip_low" not in numbers:
         return torch.zeros_like(ratios_K, dtype=torch.bool)
     high_K = (ratios_K > 1 + numbers["clip_high"]) & (advantages_K > 0)

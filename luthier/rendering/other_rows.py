@@ -14,7 +14,7 @@ from luthier.errors import RowError
 from luthier.rendering import ControlTokens, MediaSlots, kind_of_media, paths, trained_turns
 from luthier.rendering.blueprint import Filled, PreferenceData
 from luthier.rendering.recordings import RowHistory
-from luthier.rendering.targets import closing_weight, part_weight
+from luthier.rendering.targets import closing_weight, cut_answer, part_weight
 from luthier.rendering.template import Recording
 from luthier.rendering.text_references import common_length
 
@@ -122,6 +122,15 @@ def _refuse_blank(row: ComparedRow) -> None:
 def as_question(row: records.Conversation) -> records.Conversation:
     """A conversation that ends before an answer as a history to be answered; others stay what they are."""
     return replace(row, add_generation_prompt=True) if row.messages[-1].role in ("user", "tool") else row
+
+
+def refuse_cut_answer(row: records.Conversation, train_on: TrainOn) -> None:
+    """Raise `RowError` where only a part of the last learned answer is learned: a question ends where learning begins,
+    so the rest of the answer would be asked with it."""
+    index = cut_answer(row, TrainOn(row.train_on) if row.train_on is not None else train_on)
+    if index is not None:
+        what = "only a part of this answer is learned, and the rest would be shown to the model with the question"
+        raise RowError("cut_answer", what, field=f"messages[{index}]")
 
 
 def nothing_learned(row: records.Conversation, train_on: TrainOn) -> str:

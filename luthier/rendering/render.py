@@ -98,7 +98,9 @@ class Renderer:
                 template = self._need_template(media_of(row.messages))
                 if kind is not RowKind.QUESTION:
                     return self._conversation(self._prepared(row, template), template)
-                filled = self._conversation(self._prepared(other_rows.as_question(row), template), template)
+                question = self._prepared(other_rows.as_question(row), template)
+                other_rows.refuse_cut_answer(question, self.policy.train_on)
+                filled = self._conversation(question, template)
                 told = {"expected": row.expected, "columns": row.columns}  # `Sample.for_rewards`
                 return replace(filled, for_rewards=msgspec.json.encode(told).decode())
             case records.Document(), RowKind.ANSWER | RowKind.QUESTION:

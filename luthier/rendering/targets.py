@@ -48,6 +48,16 @@ def trained_turns(conversation: Conversation, policy: TrainOn) -> list[int]:
     ]
 
 
+def cut_answer(conversation: Conversation, policy: TrainOn) -> int | None:
+    """The last of `trained_turns`, where only a part of it is learned."""
+    turns = trained_turns(conversation, policy)
+    if not turns:
+        return None
+    spoken = [part for part in conversation.messages[turns[-1]].parts if isinstance(part, Text | Thinking | ToolCall)]
+    is_whole = turns[-1] in _whole_messages(conversation.messages, policy)
+    return None if is_whole and all(part_weight(part, is_trained=True) for part in spoken) else turns[-1]
+
+
 def part_weight(part: Text | Thinking | ToolCall, *, is_trained: bool) -> float:
     """What a part counts beside its message, which is trained or not where the part itself does not say."""
     return part.weight if (is_trained if part.train is None else part.train) else 0.0

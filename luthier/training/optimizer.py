@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.trainer_pt_utils import get_parameter_names
 from transformers.training_args import OptimizerNames
 
-from luthier.config.choices import AdapterType, Offload, Precision, RatePart
+from luthier.config.choices import FOLLOWS_MEASURE, AdapterType, Offload, Precision, RatePart
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import RunConfig, TrainConfig
 from luthier.errors import UNPLACED, ConfigError, ModelError, Problem
@@ -399,13 +399,15 @@ def make_scheduler(
     optimizer: torch.optim.Optimizer, args: TrainingArguments, steps: StreamPlan
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """The schedule ``args.lr_scheduler_type`` over ``args.max_steps``; where that number is an estimate, over the run's
-    progress."""
+    progress. One that goes by a measure is told whether that is to rise."""
+    follows = args.lr_scheduler_type in FOLLOWS_MEASURE
+    direction = {"mode": "max" if args.greater_is_better else "min"} if follows else {}
     scheduler: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
         args.lr_scheduler_type,
         optimizer=optimizer,
         num_warmup_steps=args.get_warmup_steps(args.max_steps),
         num_training_steps=args.max_steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        scheduler_specific_kwargs={**direction, **(args.lr_scheduler_kwargs or {})} or None,
     )
     if not steps.is_exact and isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
         _put_on_progress(scheduler, steps)

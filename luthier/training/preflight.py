@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel, get_scheduler
 
 from luthier.config import machine, optimizers
-from luthier.config.choices import AdapterType, Precision, Sharding, Strategy
+from luthier.config.choices import FOLLOWS_MEASURE, AdapterType, Precision, Sharding, Strategy
 from luthier.config.draft import Draft, unread_settings
 from luthier.config.inputs import MediaCache
 from luthier.config.losses import check_functions
@@ -45,7 +45,6 @@ from luthier.writing import counted
 
 TRIAL_WIDTH = 64  # of the matrix that an optimizer takes a step on: blocks of 8-bit states have 256 numbers or fewer
 ONE_PROCESS = ("badam",)  # what is trained changes on the way, which other processes would have to be told
-FOLLOWS_MEASURE = ("reduce_lr_on_plateau", "greedy")
 TAKES_NOTHING = ("constant", "constant_with_warmup")
 _FAULTS = (
     ImportError, TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, KeyError, AssertionError,

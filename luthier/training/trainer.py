@@ -387,12 +387,12 @@ class Trainer:
         """Look at the metric for the best model: a new best is saved at once if it is to be loaded at the end, and a
         schedule may go by it."""
         name = f"eval_{self.args.metric_for_best_model}"
-        if name not in metrics:
+        if name not in metrics and self.parts.config.goes_by_metric:
             raise TrainingError(
                 f"the evaluation after step {self.state.global_step} has no {name}, only {', '.join(sorted(metrics))}",
                 hint="set eval.metric_for_best_model: loss",
             )
-        value, best = metrics[name], self.state.best_metric
+        value, best = metrics.get(name, math.nan), self.state.best_metric
         if isinstance(self.lr_scheduler, ON_METRIC):
             self.lr_scheduler.step(value)
         best = best if best is not None else -math.inf if self.args.greater_is_better else math.inf

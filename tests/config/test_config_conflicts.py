@@ -424,6 +424,13 @@ DOES_SOMETHING_ELSE = [
         "",
     ),
     ("objective.label_smoothing", "objective: {name: dpo, label_smoothing: 0.5}", ""),
+    (
+        "eval.metric_for_best_model",
+        "objective: dpo\neval: {metric_for_best_model: perplexity}\ntrain: {lr_scheduler_type: reduce_lr_on_plateau}",
+        EVAL,
+    ),
+    ("template.train_on", "objective: rl\ntemplate: {train_on: all}", ""),
+    ("template.train_stop", "objective: {name: best_of_n}\ntemplate: {train_stop: false}", ""),
 ]
 SOUND = [
     ("eval: {metric_for_best_model: token_accuracy, load_best_model_at_end: true}", EVAL),

@@ -187,6 +187,16 @@ def test_a_policy_that_has_not_moved_has_the_ratio_one_at_any_length(length: int
             assert total == pytest.approx(-float(scores.advantages_S) * (1 if name == "rloo" else length))
 
 
+@pytest.mark.parametrize("name", [name for name in losses_of("rl") if "clip_low" in LOSSES[name].numbers])
+def test_targets_that_count_as_clipped_are_those_without_a_gradient(name: str) -> None:
+    row, scores = LOSSES[name], drawn(5, (3, 1, 5, 2, 4, 6))
+    losses_K = row.compute(scores, {**row.numbers, "value_weight": 0.0})
+    (gradient_K,) = torch.autograd.grad(losses_K.sum(), scores.logps_K)
+    clipped_K = outside_of_clip(scores, row.numbers, row.ratio_of)
+    assert 0 < clipped_K.sum() < len(clipped_K)
+    assert torch.equal(clipped_K, gradient_K == 0)
+
+
 def test_advantages_are_those_of_their_names() -> None:
     rewards = np.array([1.0, 0.0, 0.5, 0.0])
     centred = rewards - 0.375

@@ -415,8 +415,21 @@ UNREAD = {
     "objective.reference.revision": ["objective=dpo", "objective.reference.revision=v2"],
     "export.llama_cpp": ["export.llama_cpp=llama.cpp"],
     "export.calibration_rows": ["export.calibration_rows=9", "export.quantize=int8"],
+    "template.train_on": ["objective=dpo", "template.train_on=last_assistant"],
+    "data.train[0].train_on": ["objective=kto", "data.train=[{path: rows.jsonl, train_on: last_assistant}]"],
+    "template.train_stop": ["objective=rm", "template.train_stop=false"],
+    "rollout.max_turns": ["objective=rl", "rollout.max_turns=3"],
+    "rollout.correction.high": ["objective=rl", "rollout.correction.high=2"],
+    "eval.metric_for_best_model": ["eval.metric_for_best_model=perplexity", "data.eval_split=2"],
 }
 READ = {
+    "template.train_stop": ["objective=dpo", "template.train_stop=false"],
+    "rollout.correction.high": ["objective=rl", "rollout.correction={how: mask, high: 2}"],
+    "eval.metric_for_best_model": [
+        "eval.metric_for_best_model=perplexity",
+        "data.eval_split=2",
+        "train.lr_scheduler_type=reduce_lr_on_plateau",
+    ],
     "data.document_end": ["data.train=[{path: rows.jsonl, format: messages}, rows.txt]", "data.document_end=none"],
     "data.train[0].drop_system": ["data.train=[{path: rows.jsonl, drop_system: true}]"],
     "data.train[0].split": ["data.train=[{path: ., split: train}]"],  # of a folder's files, by their names
@@ -451,6 +464,14 @@ def test_all_that_is_about_shares_is_told_where_there_is_one_training_set(
     told = [note.split(" (")[0] for note in unread_settings(described(*given))]
     keys = ["data.mixture.by", "data.mixture.temperature", "data.mixture.stop", "data.train[0].weight"]
     assert sorted(told) == sorted(keys)
+
+
+def test_a_schedule_that_could_only_raise_the_rate_is_told(described: Callable[..., Draft]) -> None:
+    greedy = ("train.lr_scheduler_type=greedy", "data.eval_split=2")
+    (note,) = unread_settings(described(*greedy))
+    assert "min_lr" in note
+    assert unread_settings(described(*greedy, "train.lr_scheduler_kwargs={min_lr: 0}")) == []
+    assert unread_settings(described(*greedy, "train.learning_rate=1e-2")) == []
 
 
 def test_a_run_that_ends_within_its_warm_up_is_told(described: Callable[..., Draft]) -> None:

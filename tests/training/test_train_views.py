@@ -6,18 +6,20 @@ import io
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from tiny_runs import make_config
 
-from luthier.config.choices import Precision
+from luthier.config.choices import FOLLOWS_MEASURE, Precision
 from luthier.errors import ConfigError, ModelError
 from luthier.models.model import run_precision
 from luthier.training.callbacks import evaluations_without_gain
 from luthier.training.folder.run_folder import differences
-from luthier.training.optimizer import training_arguments
+from luthier.training.optimizer import make_scheduler, training_arguments
 from luthier.training.report import EvalRecord, GenerationRecord, GenerationRound, StepRecord
 from luthier.training.report.events import (
     Finished,
@@ -242,6 +244,19 @@ def test_differences_name_what_matters_and_leave_views_free() -> None:
 def test_precision_is_what_is_asked_and_fp32_by_itself_on_a_cpu(tmp_path: Path) -> None:
     assert run_precision(make_config(tmp_path)) is Precision.FP32
     assert run_precision(make_config(tmp_path, train__precision="bf16")) is Precision.BF16
+
+
+@pytest.mark.parametrize("kind", FOLLOWS_MEASURE)
+@pytest.mark.parametrize(("metric", "mode"), [("loss", "min"), ("accuracy", "max")])
+def test_a_schedule_that_goes_by_a_measure_knows_which_way_is_better(
+    tmp_path: Path, kind: str, metric: Any, mode: str
+) -> None:
+    changes = {"train__lr_scheduler_type": kind, "eval__metric_for_best_model": metric, "eval__strategy": "epoch"}
+    args = training_arguments(make_config(tmp_path, **changes), max_steps=4, evaluates=True, evaluates_first=False)
+    optimizer, steps = torch.optim.SGD([torch.zeros(1)], lr=1e-3), SimpleNamespace(is_exact=True)
+    assert make_scheduler(optimizer, args, steps).mode == mode  # type: ignore[arg-type, attr-defined]
+    args.lr_scheduler_kwargs = {"mode": "min"}
+    assert make_scheduler(optimizer, args, steps).mode == "min"  # type: ignore[arg-type, attr-defined]
 
 
 def test_values_that_only_transformers_knows_to_be_wrong_are_config_errors(

@@ -213,7 +213,7 @@ class PolicyLosses(step_losses.Stateless):
             num_units=self.num_units(batch),
             measures={
                 **self._nothing(),  # the gap's are those of the whole step
-                CLIPPED: measure(outside_of_clip(scores, self.numbers)),
+                CLIPPED: measure(outside_of_clip(scores, self.numbers, self.row.ratio_of)),
                 ENTROPY: measure(found.entropy_K),
                 **({} if not self.rollout.correction.is_on else {CORRECTION: measure(weights_K)}),
                 **self._distance(found.logps_K.detach(), prepared.reference_K),
