@@ -375,8 +375,8 @@ def _measures(scores: PairScores, row: Loss, beta: float) -> Measures:
         "rewards/rejected": measure(rejected_P),
         "rewards/accuracies": measure(chosen_P > rejected_P),
         "rewards/margins": measure(chosen_P - rejected_P),
-        "logps/chosen": measure(-scores.chosen_nll_P),
-        "logps/rejected": measure(scores.rejected_P if scores.whole_rejected_P is None else scores.whole_rejected_P),
+        "logps/chosen": measure(scores.chosen_P),
+        "logps/rejected": measure(scores.rejected_P),
         "nll": Measure(total=nll.total, count=scores.chosen_lengths_P.sum().double()),
     }
 

@@ -66,8 +66,8 @@ class PairScores:
     ref_chosen_P, ref_rejected_P           float32, of the reference, constant; None: compared with nothing
     chosen_lengths_P, rejected_lengths_P   int64, numbers of targets
     weights_P                              float32, what each pair counts in the loss, or None: 1.0
-    whole_chosen_P, whole_rejected_P       float32, the same with every target counted, differentiable; None: they are
-                                           (`tail_discount` makes the difference)
+    whole_chosen_P                         float32, ``chosen_P`` with every target counted, differentiable; None: they
+                                           are (`tail_discount` makes the difference)
     alignment_P                            float32, constant: how much both answers look like the policy's own writing,
                                            where a loss asks (`Loss.needs_alignment`); None: 1.0
     """
@@ -80,7 +80,6 @@ class PairScores:
     rejected_lengths_P: torch.Tensor
     weights_P: torch.Tensor | None = None
     whole_chosen_P: torch.Tensor | None = None
-    whole_rejected_P: torch.Tensor | None = None
     alignment_P: torch.Tensor | None = None
 
     def __len__(self) -> int:
@@ -168,7 +167,6 @@ def pair_scores(
         rejected_lengths_P=policy.lengths_S[rejected_P],
         weights_P=weights_P,
         whole_chosen_P=None if whole is None else whole.logps_S[chosen_P],
-        whole_rejected_P=None if whole is None else whole.logps_S[rejected_P],
         alignment_P=alignment_P,
     )
 

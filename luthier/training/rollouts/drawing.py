@@ -463,7 +463,7 @@ class Rollouts:
         self.missing[what] += count
 
     def _check_asked(self, own: int) -> None:
-        if not int(summed_over_ranks([own], self.world)[0]):
+        if not most_over_ranks(own, self.world):
             reasons = "; ".join(self.missing) or "no row holds one"
             raise TrainingError(
                 f"no question of the first step can be asked: {reasons}",
