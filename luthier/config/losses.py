@@ -281,6 +281,11 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("train.optim", what, hint)
     if config.train.packing is Packing.SPLIT:
         yield draft.problem("train.packing", "answers are never cut", "set train.packing: best_fit")
+    yield from _whole_answers(draft)
+
+
+def _whole_answers(draft: Draft) -> Iterator[Problem]:
+    config = draft.config
     policies = [("template", config.template.train_on), *((at, source.train_on) for at, source in draft.sources)]
     for at in (at for at, policy in policies if policy is TrainOn.ALL):
         what = "the model answers questions, which end where learning begins, and here that is the beginning of the row"
