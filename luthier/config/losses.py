@@ -285,12 +285,12 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
 
 
 def _whole_answers(draft: Draft) -> Iterator[Problem]:
-    config = draft.config
-    policies = [("template", config.template.train_on), *((at, source.train_on) for at, source in draft.sources)]
+    template = draft.config.template
+    policies = [("template", template.train_on), *((at, source.train_on) for at, source in draft.sources)]
     for at in (at for at, policy in policies if policy is TrainOn.ALL):
-        what = "the model answers questions, which end where learning begins, and here that is the beginning of the row"
+        what = "a question ends where learning begins, which would be where the row begins"
         yield draft.problem(f"{at}.train_on", what, "set it to assistant, or remove it")
-    if not config.template.train_stop:
+    if not template.train_stop:
         what = "the model answers with its stop token, and rows whose answers lack it are not asked"
         yield draft.problem("template.train_stop", what, "remove it")
 

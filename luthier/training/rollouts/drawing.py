@@ -101,8 +101,6 @@ class Rollouts:
         """What this rank learns from in a step: at least one micro-batch, which is blank where there is nothing."""
         step, own = planned[0].step, self.config.own
         asked = self._read_ahead.pop(step, None) or self._read(reader, planned)
-        if step == 0:
-            self._check_asked(len(asked))
         is_own = [
             own == 1 or not len(question.answer) or draw_number(step, question.address, "own") < own * 2**64
             for question, _ in asked
@@ -461,14 +459,6 @@ class Rollouts:
         if what not in self.missing:
             self.tell(what)
         self.missing[what] += count
-
-    def _check_asked(self, own: int) -> None:
-        if not most_over_ranks(own, self.world):
-            reasons = "; ".join(self.missing) or "no row holds one"
-            raise TrainingError(
-                f"no question of the first step can be asked: {reasons}",
-                hint="look at a row with luthier show --row 1: what stands before its last learned answer is asked",
-            )
 
     def _check_finished(self, step: int, answers: Sequence[Trajectory]) -> None:
         if step:
