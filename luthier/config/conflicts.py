@@ -253,6 +253,20 @@ def _step_size(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("train.tokens_per_step", what, "keep one: remove train.gradient_accumulation_steps")
 
 
+def _whole_answers(draft: Draft) -> Iterator[Problem]:
+    """What the model is asked ends where learning begins, and what it answers with its stop token."""
+    template = draft.config.template
+    if not OBJECTIVES[draft.config.objective.name].on_policy:
+        return
+    policies = [("template", template.train_on), *((at, source.train_on) for at, source in draft.sources)]
+    for at in (at for at, policy in policies if policy is choices.TrainOn.ALL):
+        what = "a question ends where learning begins, which would be where the row begins"
+        yield draft.problem(f"{at}.train_on", what, "set it to assistant, or remove it")
+    if not template.train_stop:
+        what = "the model answers with its stop token, and rows whose answers lack it are not asked"
+        yield draft.problem("template.train_stop", what, "remove it")
+
+
 def _splitting(draft: Draft) -> Iterator[Problem]:
     name = draft.config.objective.name
     if draft.config.train.packing is choices.Packing.SPLIT and name != "pt":
@@ -450,6 +464,7 @@ _RULES: tuple[tuple[tuple[str, ...], ConflictCheck], ...] = (
     (("model.dtype", "adapter.type"), _half_weights),
     (("train.tokens_per_step", "train.gradient_accumulation_steps"), _step_size),
     (("train.packing", "objective.name"), _splitting),
+    (("template", "data.train", "data.eval", "objective.name"), _whole_answers),
     (("data.overflow", "template.history"), _shortening),
     (("data.mixture",), _mixture),
     (("data.mixture", "data.train"), _weights),

@@ -281,18 +281,6 @@ def check_rollouts(draft: Draft) -> Iterator[Problem]:
         yield draft.problem("train.optim", what, hint)
     if config.train.packing is Packing.SPLIT:
         yield draft.problem("train.packing", "answers are never cut", "set train.packing: best_fit")
-    yield from _whole_answers(draft)
-
-
-def _whole_answers(draft: Draft) -> Iterator[Problem]:
-    template = draft.config.template
-    policies = [("template", template.train_on), *((at, source.train_on) for at, source in draft.sources)]
-    for at in (at for at, policy in policies if policy is TrainOn.ALL):
-        what = "a question ends where learning begins, which would be where the row begins"
-        yield draft.problem(f"{at}.train_on", what, "set it to assistant, or remove it")
-    if not template.train_stop:
-        what = "the model answers with its stop token, and rows whose answers lack it are not asked"
-        yield draft.problem("template.train_stop", what, "remove it")
 
 
 def _reward_model_faults(draft: Draft, key: str, reward: RewardConfig) -> Iterator[Problem]:
