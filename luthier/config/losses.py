@@ -7,16 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from luthier.config.choices import (
-    Format,
-    HeadKernel,
-    HistoryRendering,
-    Overflow,
-    Packing,
-    QuantizationType,
-    RowKind,
-    TrainOn,
-)
+from luthier.config.choices import Format, HeadKernel, HistoryRendering, Overflow, Packing, QuantizationType, RowKind
 from luthier.config.draft import Draft
 from luthier.config.inputs import QuantizationConfig
 from luthier.config.objective import LOSSES, OBJECTIVES, Learned, ObjectiveConfig, ReferenceSource
