@@ -110,6 +110,7 @@ class ReaderGone(BaseException):
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and leave the process; `docs/errors.md` says what each exit code means."""
     gc.set_threshold(*SELDOM)
+    _open_standard_streams()
     signal.signal(signal.SIGTERM, _raise_terminated)
     sys.stdout = _guarded(sys.stdout)
     if isinstance(sys.stderr, io.TextIOWrapper):
@@ -169,6 +170,17 @@ class _Guarded(io.TextIOWrapper):
             super().flush()
         except OSError as error:
             raise _unwritable(error) from None
+
+
+def _open_standard_streams() -> None:
+    """Whoever starts a process without its three streams (a daemon) gets streams to nowhere: else the first files that
+    are opened have their numbers, and what libraries print goes into checkpoints."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
 def _guarded(stream: TextIO) -> TextIO:

@@ -251,12 +251,19 @@ class SharedLock:
 
 
 @contextmanager
-def only_user(path: Path, *, create: bool = True) -> Iterator[bool]:
-    """Whether nobody else holds a `SharedLock` of this file; in the ``with`` block nobody can begin to.
+def only_user(path: Path, *, create: bool = True, seconds: float = 0.0) -> Iterator[bool]:
+    """Whether nobody else holds a `SharedLock` of this file, after so many seconds at most; in the ``with`` block
+    nobody can begin to.
 
     True also where the file system has no locks: ask whoever shares it.
     """
+    deadline = time.monotonic() + seconds
     descriptor, is_alone = _try_to_lock(path, fcntl.LOCK_EX, create=create)
+    while not is_alone and time.monotonic() < deadline:
+        if descriptor is not None:
+            os.close(descriptor)
+        time.sleep(SECONDS_BETWEEN_TRIES)
+        descriptor, is_alone = _try_to_lock(path, fcntl.LOCK_EX, create=create)
     try:
         if descriptor is not None and is_alone and create:
             _sign(descriptor)

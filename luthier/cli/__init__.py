@@ -99,13 +99,18 @@ def reporting(json_target: str | None) -> Iterator[Output]:
 
 
 def as_mistake(error: BaseException) -> BaseException:
-    """The error itself; for a missing package of an extra, and for memory that ran out, the `UserError` that says what
-    to do."""
+    """The error itself; for a missing package of an extra, for memory that ran out, and for a home folder that is not
+    known, the `UserError` that says what to do."""
     if _is_of_memory(error):
         return UserError(
             f"memory ran out: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
             hint="less is needed with a smaller data.max_length or train.per_device_train_batch_size, with "
             "train.gradient_checkpointing: true, adapter: lora, or a smaller model; luthier plan estimates it",
+        )
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # pathlib's, which has no class of its own
+        return UserError(
+            "a path begins with ~, or is below ~/.cache, and there is no such home folder",
+            hint="set HOME, or XDG_CACHE_HOME and data.store; or write the path without ~",
         )
     if not isinstance(error, ModuleNotFoundError):
         return error

@@ -83,7 +83,7 @@ def _as_text(config: RunConfig | Dictionary[str, object]) -> str:
 
 def is_description(path: Path | str) -> bool:
     """Whether a name is that of a run description, and not of a run's folder."""
-    return Path(path).suffix.lower() in (".yaml", ".yml", ".json")
+    return Path(path).suffix.lower() in (".yaml", ".yml", ".json") and not os.path.isdir(path)
 
 
 def load_config_text(

@@ -213,7 +213,8 @@ def _writable(draft: Draft, key: str, path: str | os.PathLike[str] | None) -> It
 
 
 def _not_there(shown: str, path: str, kind: str = "file") -> str:
-    return f'"{shown}" is not there: no such {kind} {os.path.abspath(path)}'
+    leads = f", to which {shown} is a link" if os.path.islink(path) else ""
+    return f'"{shown}" is not there: no such {kind} {os.path.abspath(os.path.realpath(path) if leads else path)}{leads}'
 
 
 def _near(path: str) -> str:
@@ -221,7 +222,9 @@ def _near(path: str) -> str:
     folder = os.path.dirname(path) or "."
     try:
         with os.scandir(folder) as entries:
-            names = [entry.name for entry in itertools.islice(entries, MAX_LISTED)]
+            names = [
+                entry.name for entry in itertools.islice(entries, MAX_LISTED) if entry.name != os.path.basename(path)
+            ]
     except (OSError, ValueError):
         while os.path.dirname(folder) and not os.path.isdir(os.path.dirname(folder)):
             folder = os.path.dirname(folder)

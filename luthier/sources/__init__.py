@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import msgspec
+import numpy as np
 
 from luthier.errors import RowError
 from luthier.records import Address
@@ -21,6 +22,7 @@ from luthier.writing import JsonObject, counted
 MAX_ROW_BYTES = 10_000_000
 # Rows of columnar files may carry pictures, base64-coded in their canonical form.
 MAX_COLUMNAR_ROW_BYTES = 100_000_000
+BYTES_KEYS = ("bytes", "data", "base64")  # under these a row says an item of media itself, as bytes or base64 text
 _UNFINISHED = "it was cut off, or is still being written"
 
 
@@ -172,6 +174,13 @@ def _count_keys(data: object) -> int:
             return num_keys
         level = below
     raise _too_deep()
+
+
+def num_outer_keys(raw: bytes) -> int:
+    """How many keys are written in the outermost object of a well-formed text, those that come twice counted twice."""
+    text = np.frombuffer(_STRING.sub(b"", raw), np.uint8)
+    depth = np.cumsum(np.isin(text, list(b"[{")).astype(np.int64) - np.isin(text, list(b"]}")))
+    return int(((depth == 1) & (text == ord(":"))).sum())
 
 
 def _may_repeat_keys(raw: bytes, num_keys: int) -> bool:

@@ -1,9 +1,10 @@
 """Rows of Arrow tables: parquet and arrow files, and what `datasets` gives. Each becomes one line of canonical JSON.
 
 A null field of a struct means that the field is absent: columnar files cannot say otherwise (every message of a column
-has all keys that any message has). Bytes become base64 text, dates and durations ISO text (nanoseconds are cut to
-microseconds, which is all that Python's own types hold), NaN null. A value that has no JSON form becomes an object that
-says why (`luthier.sources.unreadable`), so a column that nobody uses costs no row.
+has all keys that any message has). Bytes become ``{"bytes": base64}``, which is media and never text, dates and
+durations ISO text (nanoseconds are cut to microseconds, which is all that Python's own types hold), NaN null. A value
+that has no JSON form becomes an object that says why (`luthier.sources.unreadable`), so a column that nobody uses costs
+no row.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from luthier.errors import RowError, SourceError
 from luthier.records import Address
-from luthier.sources import MAX_COLUMNAR_ROW_BYTES, RowBytes, row_too_long, unreadable
+from luthier.sources import BYTES_KEYS, MAX_COLUMNAR_ROW_BYTES, RowBytes, row_too_long, unreadable
 from luthier.sources.files import DataFile, FileKind
 from luthier.sources.open_files import CACHE_BYTES, OpenFiles, SpooledRows, Value, index_by_spool, spooled
 from luthier.writing import counted
@@ -158,9 +159,25 @@ def _column_values(column: pa.Array | pa.ChunkedArray) -> list[object]:
         if pa.types.is_run_end_encoded(column.type):
             column = pc.run_end_decode(column)
         plain = _plain_type(column.type)
-        return list((column if plain is column.type else column.cast(plain, safe=False)).to_pylist())
+        values = list((column if plain is column.type else column.cast(plain, safe=False)).to_pylist())
     except _NO_VALUE:
-        return [_value(scalar) for scalar in column]
+        values = [_value(scalar) for scalar in column]
+    return [_named_bytes(value) for value in values] if _has_bytes(column.type) else values
+
+
+def _named_bytes(value: object) -> object:
+    """Bytes as ``{"bytes": …}``, unless they stand under such a name: msgspec makes base64 text of them, which would be
+    learned where a column of text was written as one of bytes."""
+    if type(value) is bytes:
+        return {"bytes": value}
+    if type(value) is list:
+        return [_named_bytes(item) for item in value]
+    if type(value) is dict:
+        return {
+            key: item if key in BYTES_KEYS and type(item) is bytes else _named_bytes(item)
+            for key, item in value.items()
+        }
+    return value
 
 
 def _value(scalar: pa.Scalar) -> object:
@@ -223,6 +240,17 @@ def _slices(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 def _has_structs(schema: pa.Schema) -> bool:
     return any(_has_struct(field.type) for field in schema)
+
+
+def _has_bytes(kind: pa.DataType) -> bool:
+    if isinstance(kind, pa.BaseExtensionType):
+        return _has_bytes(kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return _has_bytes(kind.value_type)
+    is_bytes = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
+    return any(of(kind) for of in is_bytes) or any(
+        _has_bytes(kind.field(index).type) for index in range(kind.num_fields)
+    )
 
 
 def _has_struct(kind: pa.DataType) -> bool:

@@ -8,9 +8,10 @@ import gzip
 import io
 import json
 import lzma
+import os
 import re
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -173,6 +174,7 @@ _KIND_OF_SUFFIX = {
 }  # fmt: skip
 _WHOLE_FILES = {".md", ".markdown"}  # a line of these says little without the others
 _COLUMNAR = (FileKind.PARQUET, FileKind.ARROW)
+_HIDDEN = (".", "_", "lost+found")  # how the names of files and folders begin that are no data
 # What lies beside the data in folders of the Hub and of `datasets`, and is none.
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
 _SPLIT_NAMES = {
@@ -227,7 +229,7 @@ def find_files(config: SourceConfig) -> tuple[DataFile, ...]:
 
 
 def _found_files(config: SourceConfig) -> tuple[DataFile, ...]:
-    path = Path(config.path).expanduser()
+    path = Path(os.path.expanduser(config.path))  # which leaves ~NAME as it is where there is no such user
     if path.is_dir():
         return _folder_files(path, config)
     if path.exists():
@@ -242,15 +244,10 @@ def _found_files(config: SourceConfig) -> tuple[DataFile, ...]:
     return _of_one_kind(_of_split(found, path.parent, config), config.path)
 
 
-def _matches(pattern: Path) -> list[Path]:
-    matches = [Path(match) for match in sorted(glob.glob(str(pattern), recursive=True))]
-    return [match for match in matches if match.is_file() and _kind(match) is not None]
-
-
 def passed_over(config: SourceConfig, files: Sequence[DataFile]) -> list[str]:
     """The files that a pattern names too and that are not read, as their names are those of other splits; of a folder
     those of no split, beside others for ``train``."""
-    path = Path(config.path).expanduser()
+    path = Path(os.path.expanduser(config.path))
     if config.split != "train" or path.is_file() or (path / "dataset_dict.json").exists():
         return []
     read = {file.path for file in files}
@@ -260,8 +257,7 @@ def passed_over(config: SourceConfig, files: Sequence[DataFile]) -> list[str]:
     elif (root / "state.json").exists():
         return []
     else:
-        each_file = [each for each in sorted(root.rglob("*")) if _is_data_file(each, root)]
-        found = [each for each in each_file if _split_of(each, root, "train") is None]
+        found = [each for each in _data_files(root) if _split_of(each, root, "train") is None]
     return [str(each) for each in found if str(each) not in read and _kind(each) == files[0].kind]
 
 
@@ -278,7 +274,7 @@ def _folder_files(folder: Path, config: SourceConfig) -> tuple[DataFile, ...]:
             )
     if (saved := _saved_files(root, config)) is not None:
         return saved
-    found = [path for path in sorted(root.rglob("*")) if _is_data_file(path, root)]
+    found = _data_files(root)
     if not found:
         kinds = ", ".join(sorted(_KIND_OF_SUFFIX))
         raise SourceError(
@@ -288,9 +284,53 @@ def _folder_files(folder: Path, config: SourceConfig) -> tuple[DataFile, ...]:
     return _of_one_kind(_of_split(found, root, config), str(root))
 
 
-def _is_data_file(path: Path, root: Path) -> bool:
-    hidden = any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
-    return not hidden and path.name not in _NOT_DATA and _kind(path) is not None and path.is_file()
+def _data_files(root: Path) -> list[Path]:
+    return [path for path in _below(root) if path.name not in _NOT_DATA and _kind(path) is not None]
+
+
+def _below(root: Path) -> list[Path]:
+    """The files in a folder and in those below it, sorted by path, without what is hidden.
+
+    Links to folders are followed; a folder that is reached in several ways is read once. Raises `SourceError` for one
+    that cannot be listed, and for a link that leads nowhere.
+    """
+
+    def refuse(error: OSError) -> None:
+        hint = "give the right to read it, or name the files that are meant"
+        raise SourceError(f"{error.filename}: the folder cannot be listed: {error.strerror}", hint=hint) from error
+
+    found: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    waiting = deque([root])  # the folders themselves come before links to them
+    while waiting:
+        for place, folders, files in os.walk(waiting.popleft(), onerror=refuse):
+            folder, stat = Path(place), os.stat(place)
+            if (stat.st_dev, stat.st_ino) in seen:
+                folders.clear()
+                continue
+            seen.add((stat.st_dev, stat.st_ino))
+            folders[:] = [name for name in sorted(folders) if not name.startswith(_HIDDEN)]
+            waiting += [folder / name for name in folders if (folder / name).is_symlink()]
+            found += [folder / name for name in files if not name.startswith(_HIDDEN) and _is_file(folder / name)]
+    return sorted(found)
+
+
+def _matches(pattern: Path) -> list[Path]:
+    """The data files that match a pattern, sorted by path; what links to folders lead to in several ways comes once."""
+    if "**" in pattern.parts:  # glob passes over folders that it may not list
+        start = next(place for place, part in enumerate(pattern.parts) if glob.has_magic(part))
+        if Path(*pattern.parts[:start]).is_dir():
+            _below(Path(*pattern.parts[:start]))
+    matches = [path for path in map(Path, glob.glob(str(pattern), recursive=True)) if _kind(path) and _is_file(path)]
+    longest_first = sorted(matches, key=lambda path: (-len(path.parts), path))
+    return sorted({(os.path.realpath(path.parent), path.name): path for path in longest_first}.values())
+
+
+def _is_file(path: Path) -> bool:
+    if path.is_symlink() and not path.exists():
+        what = f"{path}: a link to {os.readlink(path)}, which is not there"
+        raise SourceError(what, hint="bring back the file that it names, or take the link away")
+    return path.is_file()
 
 
 def _saved_files(folder: Path, config: SourceConfig) -> tuple[DataFile, ...] | None:

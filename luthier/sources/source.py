@@ -7,6 +7,7 @@ convert. `Source.rows` and `Source.convert` do the same in one process.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -256,7 +257,7 @@ def _opened(config: SourceConfig, seed: int) -> Source:
 def _take_count(config: SourceConfig) -> SourceConfig:
     """``train.jsonl#1000`` -> ``train.jsonl`` with ``max_rows`` 1000, unless a file has that very name."""
     match = _COUNT_SUFFIX.match(config.path)
-    if match is None or Path(config.path).exists():
+    if match is None or Path(os.path.expanduser(config.path)).exists():
         return config
     if config.max_rows is not None:
         hint = "say it once"

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from luthier.config.choices import Documents
 from luthier.errors import RowError, SourceError
 from luthier.records import Address
-from luthier.sources import MAX_ROW_BYTES, RowBytes, row_too_long
+from luthier.sources import MAX_ROW_BYTES, RowBytes, num_outer_keys, row_too_long
 from luthier.sources.files import DataFile, FileKind, open_compressed
 from luthier.writing import counted
 
@@ -93,10 +93,8 @@ def open_text_file(file: DataFile) -> IO[bytes]:
         raise SourceError(f"{file.path}: the file is UTF-16 or UTF-32, UTF-8 is needed", hint=hint)
     if start == _POINTER:
         stream.close()
-        hint = "fetch the data: git lfs pull, in its folder"
-        raise SourceError(
-            f"{file.path}: this is a pointer of Git LFS, which stands for a file, not the data", hint=hint
-        )
+        what = f"{file.path}: this is a pointer of Git LFS, which stands for a file, not the data"
+        raise SourceError(what, hint="fetch the data: git lfs pull, in its folder")
     if start[:3] == _BOM:
         stream.seek(3)
     return stream
@@ -130,9 +128,7 @@ def line_too_long(file: DataFile, num_bytes: int, number: int) -> RowError:
 def check_first_row(file: DataFile, row: RowBytes | RowError) -> None:
     """Raises `SourceError` if the first row of a jsonl file shows that the file is one JSON array."""
     if file.kind is FileKind.JSONL and isinstance(row, RowBytes) and row.raw[:1] == b"[":
-        hint = (
-            f"if the file is one JSON array, its name must end in .json: mv {file.path} {file.path.removesuffix('l')}"
-        )
+        hint = f"if the file is one JSON array, its name must end in .json: mv {file.path} {file.path[:-1]}"
         raise SourceError(f"{row.address}: the first row is a JSON array, not an object", hint=hint)
 
 
@@ -486,6 +482,9 @@ def _rows_of_object(body: bytes, path: str) -> Iterator[bytes]:
         (rows,) = lists.values()
         items = [bytes(row) for row in msgspec.json.decode(rows, type=list[msgspec.Raw])]
         if items and all(item.lstrip()[:1] == b"{" for item in items) and not _is_message(items[0]):
+            if (written := num_outer_keys(body)) != len(fields):
+                what = f"{path}: the object around the rows has {written} keys, and only {len(fields)} different ones"
+                raise SourceError(what, hint="write all rows into one list")
             yield from items
             return
     yield body.rstrip()

@@ -45,6 +45,7 @@ from luthier.training.folder.checkpoint import (
     UnusableCheckpoint,
     broken_checkpoints,
     checkpoint_step,
+    hold_run_folder,
     read_json,
     replacing,
     set_aside_broken,
@@ -103,8 +104,8 @@ def fit_data(
 ) -> RunResult:
     """`fit` for segments from anywhere. Data that is still on its way is asked for when the ranks have met."""
     sharding.refuse_other_ways(os.environ)
-    with own_numerics() as not_followed, ended_trackers(config.tracking.report_to):
-        return _fit(config, tokenizer, data, tuple(callbacks), on_event, not_followed)
+    with ExitStack() as holding, own_numerics() as not_followed, ended_trackers(config.tracking.report_to):
+        return _fit(config, tokenizer, data, tuple(callbacks), on_event, not_followed, holding)
 
 
 def idle_gpus(num_processes: int, num_gpus: int) -> Iterator[str]:
@@ -123,6 +124,7 @@ def _fit(
     callbacks: tuple[TrainerCallback, ...],
     on_event: events.EventListener | None,
     not_followed: list[str],
+    holding: ExitStack,
 ) -> RunResult:
     begun, started_at = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
     _set_up_process(config)
@@ -138,6 +140,7 @@ def _fit(
             tell(events.Note(text=note))
         config = as_packed(config, tokenizer, tell)
         with StopSignals() as signals, naming_lost_ranks(config.output.dir, world), ExitStack() as closing:
+            _by_main(world, lambda: hold_run_folder(config.output.dir, holding))
             found = data if isinstance(data, RunData) else _open(data)
             hooks = Hooks(tell=tell, stop=StopAgreement(signals, world), closing=closing, callbacks=callbacks)
             run = _begun(lambda: _set_up(config, tokenizer, found, hooks, listeners))
@@ -149,8 +152,9 @@ def _fit(
     if world.is_main:
         result.save()
         if result.model_dir is not None:
-            card = result.path / result.model_dir / "README.md"
-            card.write_text(artifacts.model_card(result, config), encoding="utf-8")
+            (result.path / result.model_dir / "README.md").write_text(
+                artifacts.model_card(result, config), encoding="utf-8"
+            )
     run.trainer.accelerator.wait_for_everyone()
     return result
 
@@ -192,8 +196,7 @@ def _set_up(
     schedule = streams.make_schedule(config, data, world, state)
     if not data.rows.all_here:  # else the plan has told it
         if schedule.horizon < streams.FEW_STEPS:
-            steps = counted(schedule.horizon, "step")
-            hooks.note(f"about {steps} teach the model next to nothing; {_longer(config)}")
+            hooks.note(f"about {counted(schedule.horizon, 'step')} teach the model next to nothing; {_longer(config)}")
         documents = lost_documents(config.train.packing, config.data.overflow)
         for note in (*([] if documents is None else [documents]), *streams.length_notes(config, schedule.horizon)):
             hooks.note(note)
@@ -226,25 +229,28 @@ def _longer(config: RunConfig) -> str:
 
 def _open_folder(config: RunConfig, here: LoaderState, hooks: Hooks) -> Path | None:
     """The checkpoint to go on from, the same on all ranks, checked against this run's stream."""
-    world = hooks.stop.world
-    chosen: list[str | UserError | None] = [None]
-    if world.is_main:
-        try:
-            found = run_folder.open_run_folder(config, hooks.note)
-            chosen = [None if found is None else str(found)]
-        except UserError as error:
-            chosen = [error]  # else the others wait for a rank that is gone
-    if world.size > 1:
-        broadcast_object_list(chosen)
-    if chosen[0] is None:
+    checkpoint = _by_main(hooks.stop.world, lambda: run_folder.open_run_folder(config, hooks.note))
+    if checkpoint is None:
         return None
-    if isinstance(chosen[0], UserError):
-        raise chosen[0]
-    checkpoint = Path(chosen[0])
     there = LoaderState.load(checkpoint)
     there.check(here, where=str(checkpoint))
     hooks.note(f"training goes on from {checkpoint.name}, step {there.step}")
     return checkpoint
+
+
+def _by_main(world: streams.World, find: Callable[[], Path | None]) -> Path | None:
+    """What the main process finds, on all ranks. They raise what it raises: else they wait for a rank that is gone."""
+    found: list[Path | UserError | None] = [None]
+    if world.is_main:
+        try:
+            found = [find()]
+        except UserError as error:
+            found = [error]
+    if world.size > 1:
+        broadcast_object_list(found)
+    if isinstance(found[0], UserError):
+        raise found[0]
+    return found[0]
 
 
 def _begun(set_up: Callable[[], Run]) -> Run:
@@ -327,14 +333,11 @@ def _questions(run: Run) -> list[Question] | HeldOutTalks:
         return []
     metrics_of_answers(config.eval.metrics)  # raises before any answer is generated
     if (reason := ungenerated(model.loaded.model.config)) is not None:
-        raise UserError(
-            f"eval.generate_rows is {wanted}, and {reason}",
-            hint="set eval.generate_rows: 0; held-out rows are still measured by their loss",
-        )
+        hint = "set eval.generate_rows: 0; held-out rows are still measured by their loss"
+        raise UserError(f"eval.generate_rows is {wanted}, and {reason}", hint=hint)
     if data.eval is None:
-        raise UserError(
-            f"eval.generate_rows is {wanted}, but there are no held-out rows", hint="set data.eval or data.eval_split"
-        )
+        hint = "set data.eval or data.eval_split"
+        raise UserError(f"eval.generate_rows is {wanted}, but there are no held-out rows", hint=hint)
     talks = held_out_talks(run.trainer.parts.stream.rollouts, config, data.eval, run.setup.hooks.note)
     stops = frozenset(run.setup.tokenizer.stop_token_ids)
     found = choose_questions(data.eval, wanted, stops) if talks is None else []

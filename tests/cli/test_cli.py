@@ -222,6 +222,19 @@ def test_memory_that_ran_out_is_no_bug_and_is_told_with_what_needs_less(
     assert run(["prepare", str(config)]) == edge.EXIT_BUG, "control"
 
 
+def test_a_home_folder_that_is_not_known_is_no_bug(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", fail)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert run(["prepare", str(config), "data.store=null"]) == edge.EXIT_USER
+    told = capsys.readouterr().err
+    assert "HOME" in told and "Traceback" not in told
+
+
 def test_held_out_rows_that_are_trained_too_are_told(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = config.parent / "rows.jsonl"
     assert run(["prepare", str(config), "data.eval_split=0", f"data.eval={rows}", "data.max_drop=0.5"]) == 0

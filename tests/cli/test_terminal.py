@@ -197,3 +197,19 @@ def test_shells_complete_commands(shell: str, asked: dict[str, str]) -> None:
     assert "plan" in done.stdout and "verify" not in done.stdout
     script = luthier_process("luthier", _LUTHIER_COMPLETE=f"source_{shell}").stdout
     assert "_LUTHIER_COMPLETE" in script
+
+
+@pytest.mark.parametrize("closed", [(0, 1, 2), (1,), (0, 2)])
+def test_without_standard_streams_no_file_is_opened_in_their_place(
+    config: Path, tmp_path: Path, closed: tuple[int, ...]
+) -> None:
+    result = tmp_path / "plan.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "luthier", "plan", str(config), "--json", str(result)],
+        preexec_fn=lambda: [os.close(number) for number in closed],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+        timeout=HANG_SECONDS,
+    )
+    assert done.returncode == 0
+    assert "train" in json.loads(result.read_text())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from luthier.config.loading import load_config, load_config_text
+from luthier.config.loading import is_description, load_config, load_config_text
 from luthier.errors import ConfigError
 from tests.conftest import refused
 
@@ -40,6 +40,11 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text("{}")
     line = told(tmp_path)
     assert "this is a folder" in line and "run.yaml?" in line
+
+
+def test_a_folder_is_no_description_whatever_its_name(tmp_path: Path) -> None:
+    (tmp_path / "v1.yaml").mkdir()
+    assert not is_description(tmp_path / "v1.yaml") and is_description(tmp_path / "run.yaml")
 
 
 def test_the_folder_of_a_run_leads_to_its_description(tmp_path: Path) -> None:

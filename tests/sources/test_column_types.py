@@ -181,3 +181,34 @@ def test_rows_have_the_same_bytes_with_and_without_pandas(tmp_path: Path) -> Non
     ]
     assert told[0] == told[1]
     assert "2116-02-20T23:53:38.427387" in told[0]
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.binary(), pa.large_binary(), pa.binary_view(), pa.dictionary(pa.int8(), pa.binary())]
+)
+def test_bytes_are_never_learned_as_text(tmp_path: Path, kind: Any) -> None:
+    prompt = pa.array([b"Hi", b"Hello", b"Hey"]).cast(pa.binary()).cast(kind)
+    messages = pa.array([[{"role": b"user", "content": b"Hi"}, {"role": b"assistant", "content": b"Yes"}]] * 3)
+    for columns, field in (({"prompt": prompt, "completion": ["a", "b", "c"]}, "prompt"), ({"messages": messages}, "")):
+        table = pa.table(columns)
+        path = tmp_path / "rows.arrow"
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+        read = texts(path)
+        assert all(isinstance(each, RowError) and field in str(each) for each in read) and len(read) == 3
+
+
+def test_bytes_in_a_column_of_media_are_items(tmp_path: Path) -> None:
+    """Bare, in a list, and as the Hub's features have them."""
+    feature = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    for images in (
+        pa.array([b"\xffpng"], pa.binary()),
+        pa.array([[b"\xffpng"]], pa.list_(pa.binary())),
+        pa.array([[{"bytes": b"\xffpng", "path": None}]], pa.list_(feature)),
+    ):
+        path = tmp_path / "rows.parquet"
+        pq.write_table(pa.table({"prompt": ["<image>?"], "completion": ["A cat."], "images": images}), path)
+        (source,) = open_sources([SourceConfig(path=str(path))], seed=0)
+        (row,) = source.rows()
+        assert not isinstance(row, RowError)
+        assert source.convert(row).messages[0].parts[0].source == b"\xffpng"  # type: ignore[union-attr]

@@ -117,6 +117,16 @@ def test_a_fault_is_found_at_its_line_and_byte(content: bytes, message: str, win
         list(read_json_rows(io.BytesIO(content), "rows.json"))
 
 
+@pytest.mark.parametrize("key", ["data", "\\u0064ata", "other"])
+def test_rows_under_a_key_that_comes_twice_are_not_lost_in_silence(key: str) -> None:
+    lists = b'{"data": [%s], "a": ":", "%s": [%s]}' % (GOOD, key.encode(), GOOD)
+    if key == "other":  # control: two lists, so the object is a row
+        assert rows_of(lists, 64) == [lists]
+    else:
+        assert rows_of(lists, 64) is None
+    assert rows_of(b'{"data" : [{"text": "a: b", "more": {"c": 1}}], "a": {"b": [":"]}}', 64) is not None, "control"
+
+
 def test_a_number_of_thousands_of_digits_loses_its_row_alone() -> None:
     rows = rows_of(b"[" + GOOD + b',{"a": NaN},{"a": ' + b"9" * 5000 + b"}," + GOOD + b"]", 64)
     assert rows is not None

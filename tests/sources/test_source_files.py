@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import multiprocessing
+import os
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,57 @@ def test_a_folder_is_read_in_the_order_of_its_names_without_what_is_no_data(tmp_
     write_jsonl(tmp_path / "c.json", [{"text": "3"}])
     with pytest.raises(SourceError, match="several kinds: 1 json, 2 jsonl"):
         source_of(tmp_path)
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.jsonl"])
+def test_links_to_folders_are_followed_and_each_folder_is_read_once(tmp_path: Path, pattern: str) -> None:
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    write_jsonl(data / "a.jsonl", [{"text": "1"}])
+    write_jsonl(data / "below" / "a.jsonl", [{"text": "2"}])
+    write_jsonl(elsewhere / "c.jsonl", [{"text": "3"}])
+    (data / "linked").symlink_to(elsewhere)
+    (data / "d.jsonl").symlink_to(elsewhere / "c.jsonl")
+    (data / "below" / "loop").symlink_to("..")
+    (data / "again").symlink_to("linked")
+    assert sorted(texts(source_of(data / pattern))) == ["1", "2", "3", "3"]
+
+
+@pytest.mark.parametrize("pattern", ["", "*.jsonl", "**/*.jsonl"])
+@pytest.mark.parametrize("name", ["b.jsonl", "folder"])
+def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path, pattern: str, name: str) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "1"}])
+    (tmp_path / name).symlink_to("gone")
+    if (name, pattern) == ("folder", "*.jsonl"):  # control: it does not match
+        assert texts(source_of(tmp_path / pattern)) == ["1"]
+        return
+    with pytest.raises(SourceError, match=f"{name}: .*gone"):
+        source_of(tmp_path / pattern)
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.jsonl"])
+def test_a_folder_that_cannot_be_listed_is_refused(
+    tmp_path: Path, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "1"}])
+    write_jsonl(tmp_path / "closed" / "b.jsonl", [{"text": "2"}])
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)  # root may list everything
+    with pytest.raises(SourceError, match=r"closed: .*Permission denied"):
+        source_of(tmp_path / pattern)
+
+
+def test_a_name_that_begins_with_a_tilde_is_that_of_a_file_where_no_user_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "~rows.jsonl", [{"text": "1"}])
+    assert texts(source_of("~rows.jsonl")) == ["1"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from luthier.errors import CheckpointError, TrainingError, UserError
 from luthier.records import Segment
 from luthier.training import fit as fit_module
 from luthier.training.fit import fit_data
+from luthier.training.folder import checkpoint
 from luthier.training.folder.checkpoint import checkpoint_step
 from luthier.training.folder.run_folder import check_run_folder
 from luthier.training.report import Ended, RunResult
@@ -380,6 +382,29 @@ def test_a_folder_where_no_run_has_begun_loses_nothing(train: Train, tmp_path: P
         (tmp_path / "run" / folder).mkdir(parents=True)
     train(DATA, output__overwrite=True)
     assert all((tmp_path / "run" / folder).is_dir() for folder in LEFT_BY_OTHERS)
+
+
+def test_a_folder_that_a_run_would_replace_is_refused_where_no_run_has_left_it(train: Train, tmp_path: Path) -> None:
+    mine = tmp_path / "run" / "model" / "model.safetensors"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("the user's own model")
+    for how in ({}, {"output__resume": "never"}, {"output__overwrite": True}):
+        with pytest.raises(CheckpointError, match="holds model, which no run has left"):
+            check_run_folder(make_config(tmp_path / "run", **how))
+        with pytest.raises(CheckpointError, match="holds model, which no run has left"):
+            train(DATA, **how)
+    assert mine.read_text() == "the user's own model"
+
+
+def test_one_run_at_a_time_is_in_a_folder(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "LONGEST_ENDING", 0.1)
+    with ExitStack() as other:
+        checkpoint.hold_run_folder(tmp_path / "run", other)
+        with pytest.raises(CheckpointError, match=f"in use: process {os.getpid()} on "):
+            train(DATA)
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [".running"]
+    train(DATA)
+    assert not (tmp_path / "run" / ".running").exists()
 
 
 def test_predictions_of_a_model_before_its_training_stay(train: Train, tmp_path: Path) -> None:

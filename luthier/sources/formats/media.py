@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from luthier.errors import RowError
 from luthier.records import Audio, Image, Media, Part, Text, Video
-from luthier.sources import json_kind
+from luthier.sources import BYTES_KEYS, json_kind
 from luthier.writing import counted
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _read_source(kind: str, item: object) -> str | bytes:
         return item
     if type(item) is dict:
         # Hugging Face's Image, Audio and Video features: the bytes if the data set holds them, else a path.
-        for key in ("bytes", "data", "base64"):
+        for key in BYTES_KEYS:
             if item.get(key):
                 return _read_bytes(item[key])
         for key in ("path", "url", kind):

@@ -16,7 +16,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from luthier.training.folder.state import (
     read_state,
     unreadable,
 )
-from luthier.writing import JsonObject, counted
+from luthier.writing import JsonObject, counted, holder_of, only_user
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 2
@@ -59,6 +59,8 @@ RANDOM_STATE, RANDOM_STATES = "rng_state_{rank}", "rng_state_*"  # one for each 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _STAGING, _REPLACED, _REMOVED = ".saving-", ".replaced-", ".removed-"
 _PROBE = ".probe"
+_RUNNING = ".running"  # there while a run is in the folder; what counts is its lock, which the system frees
+LONGEST_ENDING = 10.0  # seconds in which processes of a run that was killed notice it, and end
 BROKEN = "broken"
 
 
@@ -365,6 +367,19 @@ def clean_leftovers(run: Path) -> None:
     for pattern in (_STAGING, _REMOVED, _PROBE):
         for path in run.glob(f"{pattern}*"):
             FILES.remove_folder(path)
+
+
+def hold_run_folder(run: Path, holding: ExitStack) -> None:
+    """Keep other runs out of ``output.dir`` until ``holding`` is closed (main process only): checkpoints and curves of
+    both would be taken for those of one. Raises `CheckpointError` where another run is in it."""
+    path = run / _RUNNING
+    if not holding.enter_context(only_user(path, seconds=LONGEST_ENDING)):
+        raise CheckpointError(
+            f"{run} is in use: {holder_of(path)} trains there",
+            hint="wait until that run has ended, or choose another output.dir",
+        )
+    holding.enter_context(suppress(OSError))
+    holding.callback(lambda: path.unlink(missing_ok=True))
 
 
 def check_writable(run: Path) -> None:

@@ -256,9 +256,16 @@ def _clear(run: Path, *, with_checkpoints: bool) -> None:
 
 
 def _refuse_to_clear(config: RunConfig) -> None:
-    """Raise `CheckpointError` where the run reads files that would be deleted, such as the model of the run before."""
+    """Raise `CheckpointError` where the run reads files that would be deleted, such as the model of the run before, and
+    where it would replace a folder that no run has left, such as the user's own ``model``."""
     output = config.output
     left = [path.resolve() for path in _left(output.dir, with_checkpoints=output.overwrite)]
+    folders = [] if left else [output.dir / name for name in LEFT_FOLDERS]
+    if own := [folder.name for folder in folders if folder.is_dir() and any(folder.iterdir())]:
+        raise CheckpointError(
+            f"{output.dir} holds {', '.join(own)}, which no run has left there, and a run has folders of that name",
+            hint="choose another output.dir, such as a new folder in it",
+        )
     for key, text in _texts(config.model_dump(mode="json", exclude=WRITTEN_TO), ""):
         path = Path()
         with suppress(OSError, ValueError, RuntimeError):  # not every text can be a path
