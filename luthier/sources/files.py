@@ -321,9 +321,10 @@ def _matches(pattern: Path) -> list[Path]:
         start = next(place for place, part in enumerate(pattern.parts) if glob.has_magic(part))
         if Path(*pattern.parts[:start]).is_dir():
             _below(Path(*pattern.parts[:start]))
-    matches = [path for path in map(Path, glob.glob(str(pattern), recursive=True)) if _kind(path) and _is_file(path)]
+    matches = [path for path in map(Path, glob.glob(str(pattern), recursive=True)) if _kind(path) is not None]
     longest_first = sorted(matches, key=lambda path: (-len(path.parts), path))
-    return sorted({(os.path.realpath(path.parent), path.name): path for path in longest_first}.values())
+    shortest = {(os.path.realpath(path.parent), path.name): path for path in longest_first}
+    return sorted(filter(_is_file, shortest.values()))
 
 
 def _is_file(path: Path) -> bool:
