@@ -292,8 +292,6 @@ def one_path(
             if ended is not None:
                 path.recording = recording = ended.recording
                 span = trained_turns.span_of(recording, control, index, seam)
-            elif path.stop is None and needs_stop:
-                raise paths.no_stop(control, index)
             span = span or trained_turns.open_span(recording, index, seam, whole=path.stop is not None)
             if needs_stop and span.stop == span.end and path.stop is None:
                 raise paths.no_stop(control, index)

@@ -122,8 +122,6 @@ def paths_of(
             span = trained_turns.open_span(home.recording, index, context.seam, whole=False)
         if span is None:
             ended, stop = ended_by_next_turn(history, control, context, index)
-            if ended is None and stop is None and needs_stop:
-                raise no_stop(control, index)
             if ended is not None or (stop is not None and index < home.num_messages - 1):
                 # what follows it here is not what ends it
                 branches, passed = [branch for branch in branches if branch is not home or home.spans], 0
