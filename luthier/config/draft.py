@@ -15,7 +15,7 @@ from luthier.config import KeyPath, Node, get, parse_path, plain, show_path
 from luthier.config.choices import Format, MixtureBy, Packing, Strategy
 from luthier.config.explain import explain
 from luthier.config.inputs import SourceConfig
-from luthier.config.objective import OBJECTIVES
+from luthier.config.objective import OBJECTIVES, Learned
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.peers.translation import Translation
 from luthier.config.schema import RunConfig
@@ -399,7 +399,12 @@ def _rollout(draft: Draft) -> Iterator[tuple[str, str]]:
     rollout = draft.config.rollout
     if not rollout.tools and rollout.environment is None:
         yield "rollout.max_turns", "there are neither tools nor an environment, so that each answer is one turn"
-    if not rollout.correction.is_on:
+    objective = draft.config.objective.name
+    if OBJECTIVES[objective].learned in (Learned.BEST, Learned.PAIR):
+        for key in ("correction", "max_gap", "on_gap"):
+            if key != "correction" or not rollout.staleness:
+                yield f"rollout.{key}", f"{objective} does not ask by which probabilities answers were drawn"
+    elif not rollout.correction.is_on:
         for key in ("level", "low", "high"):
             yield f"rollout.correction.{key}", f"{draft.cite('rollout.correction.how')} is none"
 

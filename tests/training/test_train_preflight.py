@@ -420,6 +420,8 @@ UNREAD = {
     "template.train_stop": ["objective=rm", "template.train_stop=false"],
     "rollout.max_turns": ["objective=rl", "rollout.max_turns=3"],
     "rollout.correction.high": ["objective=rl", "rollout.correction.high=2"],
+    "rollout.correction": ["objective=online_dpo", "rollout.correction.how=mask"],
+    "rollout.max_gap": ["objective=best_of_n", "rollout.max_gap=0.1"],
     "eval.metric_for_best_model": ["eval.metric_for_best_model=perplexity", "data.eval_split=2"],
 }
 READ = {
