@@ -122,6 +122,8 @@ def predict(  # noqa: PLR0913
         if (held := found.metrics["contamination"]) is not None and held["found"]:
             line = msgspec.convert(held, Contamination).sentence
             console.print(f"[yellow]{escape(line)}[/] (metrics.json names them)", highlight=False)
+        for remark in found.metrics["remarks"]:
+            console.print(f"[yellow]{escape(remark)}[/]", highlight=False)
         for reason, count in found.metrics["unjudged"].items():
             line = f"{counted(count, 'answer has', 'answers have')} no score of the judge: {reason}"
             console.print(f"[yellow]{escape(line)}[/]", highlight=False)

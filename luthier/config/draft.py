@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from luthier import errors
 from luthier.config import KeyPath, Node, get, parse_path, plain, show_path
-from luthier.config.choices import Format, MixtureBy, Packing, Strategy
+from luthier.config.choices import Format, MixtureBy, Packing, Strategy, TrainOn
 from luthier.config.explain import explain
 from luthier.config.inputs import SourceConfig
 from luthier.config.objective import OBJECTIVES, Learned
@@ -266,7 +266,22 @@ def _at_odds(draft: Draft) -> Iterator[str]:
             f"{_GREEDY_MIN_LR:g} by default: {train.learning_rate:g} can only rise (set train.lr_scheduler_kwargs: "
             "{min_lr: 0})"
         )
+    data = draft.config.data
+    yield from asked_in_part(draft.config, [*data.train, *data.eval]) if draft.config.eval.generate_rows else ()
     yield from _warmup(draft)
+
+
+def asked_in_part(config: RunConfig, sources: Iterable[SourceConfig]) -> Iterator[str]:
+    """What is to be known of questions to held-out rows, which end where learning begins, where not just whole answers
+    are learned: sentences, none if they are. What the rows themselves say of it is not looked at."""
+    template, objective = config.template, OBJECTIVES[config.objective.name]
+    if objective.on_policy:
+        return  # such rows are not asked, or refused
+    ends = "a question to a held-out row ends where learning begins"
+    if not objective.rows.is_compared and TrainOn.ALL in (template.train_on, *(source.train_on for source in sources)):
+        yield f"{ends}: before the header of the answer, as train_on: all has that learned, too"
+    if any((rule.part or rule.pattern) and (rule.train is False or rule.weight == 0) for rule in template.targets):
+        yield f"{ends}: it holds what template.targets leaves out of the row's answer, and all that stands before that"
 
 
 def _warmup(draft: Draft) -> Iterator[str]:

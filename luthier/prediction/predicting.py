@@ -26,6 +26,7 @@ import numpy as np
 from luthier import __version__
 from luthier.check.plan.stats import contamination
 from luthier.config.choices import RowKind
+from luthier.config.draft import asked_in_part
 from luthier.config.inputs import SourceConfig
 from luthier.encoding import as_prompt
 from luthier.encoding.tokenizer import Tokenizer
@@ -95,12 +96,13 @@ class _RowQuestion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Questions:
-    """What is asked, why the other rows are not (reason -> how many), and what they hold."""
+    """What is asked, why the other rows are not (reason -> how many), what they hold, and `asked_in_part`."""
 
     asked: list[_RowQuestion]
     lost: Mapping[str, int]
     segments: list[Segment]  # with the answers that the rows hold
     histories: list[Segment]  # of rows that hold none
+    remarks: list[str]
 
     @property
     def digest(self) -> str:
@@ -236,7 +238,8 @@ def _rows(run: TrainedRun, data: str | None, turns: Turns) -> _Questions:
         reasons = ", ".join(f"{count} {reason}" for reason, count in lost.items())
         hint = "data= or --data names a file of rows; luthier show tells what becomes of a row"
         raise UserError(f"no row can be answered{': ' + reasons if reasons else ''}", hint=hint)
-    return _Questions(asked=asked, lost=lost, segments=answered, histories=histories)
+    remarks = list(asked_in_part(config, sources or config.data.train))
+    return _Questions(asked=asked, lost=lost, segments=answered, histories=histories, remarks=remarks)
 
 
 def _of_sources(
@@ -489,4 +492,5 @@ def _metrics(
         "not_measured": {name: why_unmeasured(one) for name, one in asked_for.items() if name not in measures},
         "not_installed": list(absent),
         "contamination": held,
+        "remarks": rows.remarks,
     }

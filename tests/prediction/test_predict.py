@@ -606,12 +606,14 @@ def test_the_command_prints_one_json_document(
     lora: RunResult, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = run_command(
-        ["predict", str(lora.path), "generate.max_new_tokens=3", "--data", str(questions), "--out", str(tmp_path),
+        ["predict", str(lora.path), "generate.max_new_tokens=3", "template.train_on=all", "--data", str(questions),
+         "--out", str(tmp_path),
          "--metrics", "exact, contains, choice", "--metrics", "regex:(o|x{1,2})", "--json", "-"]
     )  # fmt: skip
     out, words = capsys.readouterr()
     said = json.loads(out)
     assert set(said["not_measured"]) == {"choice"} and "choice" in words
+    assert "train_on" in "".join(said["remarks"]) and "train_on" in words, "what is asked ends where learning begins"
     assert code == 0 and said["folder"] == str(tmp_path)
     assert set(said["metrics"]) == {"exact", "contains", "regex:(o|x{1,2})"} and said["answers"] == 4
     assert json.loads((tmp_path / "metrics.json").read_text()) == {k: v for k, v in said.items() if k != "folder"}

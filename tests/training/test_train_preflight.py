@@ -476,6 +476,16 @@ def test_a_schedule_that_could_only_raise_the_rate_is_told(described: Callable[.
     assert unread_settings(described(*greedy, "train.learning_rate=1e-2")) == []
 
 
+def test_questions_that_end_elsewhere_than_before_the_answer_are_told(described: Callable[..., Draft]) -> None:
+    asked = ("eval.generate_rows=2", "data.eval_split=2")
+    (note,) = unread_settings(described(*asked, "data.train=[{path: preset:skills, train_on: all}]"))
+    assert "train_on" in note
+    (note,) = unread_settings(described(*asked, "template.targets=[{part: thinking, train: false}]"))
+    assert "template.targets" in note
+    assert unread_settings(described(*asked, "template.targets=[{turn: first, train: false}]")) == []
+    assert unread_settings(described("data.eval_split=2", "template.train_on=all")) == [], "nothing is asked"
+
+
 def test_a_run_that_ends_within_its_warm_up_is_told(described: Callable[..., Draft]) -> None:
     (note,) = unread_settings(described("train.max_steps=2", "train.warmup_steps=10"))
     assert note.startswith("train.warmup_steps (") and "train.max_steps (" in note and "at 20% of" in note
