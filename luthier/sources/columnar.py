@@ -3,8 +3,8 @@
 A null field of a struct means that the field is absent: columnar files cannot say otherwise (every message of a column
 has all keys that any message has). Bytes become ``{"bytes": base64}``, which is media and never text, dates and
 durations ISO text (nanoseconds are cut to microseconds, which is all that Python's own types hold), NaN null. A value
-that has no JSON form becomes an object that says why (`luthier.sources.unreadable`), so a column that nobody uses costs
-no row.
+that has no JSON form (an infinite number, too) becomes an object that says why (`luthier.sources.unreadable`), so a
+column that nobody uses costs no row.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, pairwise
+from math import isinf
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -100,7 +101,7 @@ def is_arrow_file(source: pa.NativeFile) -> bool:
 def table_rows(table: pa.Table | pa.RecordBatch, name: str, *, first_row: int) -> Iterator[RowBytes | RowError]:
     """The rows of an Arrow table or record batch, addressed ``name:first_row`` and on."""
     names = table.schema.names
-    has_nulls = _has_structs(table.schema)
+    has_nulls = any(_has(field.type, pa.types.is_struct) for field in table.schema)
     columns = [_column_values(table.column(index)) for index in range(len(names))]
     for offset, values in enumerate(zip(*columns, strict=True)):
         data = _row(names, values, has_nulls=has_nulls)
@@ -112,7 +113,7 @@ def chosen_rows(
 ) -> Iterator[RowBytes | RowError]:
     """Some rows of a table or batch, as `table_rows` gives them; ``places`` are a place in it and the row's number."""
     names = table.schema.names
-    has_nulls = _has_structs(table.schema)
+    has_nulls = any(_has(field.type, pa.types.is_struct) for field in table.schema)
     columns = [table.column(index) for index in range(len(names))]
     for place, number in places:
         values = [_column_values(column.slice(place, 1))[0] for column in columns]
@@ -162,22 +163,45 @@ def _column_values(column: pa.Array | pa.ChunkedArray) -> list[object]:
         values = list((column if plain is column.type else column.cast(plain, safe=False)).to_pylist())
     except _NO_VALUE:
         values = [_value(scalar) for scalar in column]
-    return [_named_bytes(value) for value in values] if _has_bytes(column.type) else values
+    return [_as_meant(value) for value in values] if _has(column.type, *_IS_BYTES) or _has_infinity(column) else values
 
 
-def _named_bytes(value: object) -> object:
-    """Bytes as ``{"bytes": …}``, unless they stand under such a name: msgspec makes base64 text of them, which would be
-    learned where a column of text was written as one of bytes."""
+def _as_meant(value: object) -> object:
+    """A value of which msgspec would make another one.
+
+    Bytes become ``{"bytes": …}``, unless they stand under such a name: base64 text would be learned where a column of
+    text was written as one of bytes. An infinite number is `unreadable`: null stands for a default.
+    """
     if type(value) is bytes:
         return {"bytes": value}
+    if type(value) is float and isinf(value):
+        return unreadable(f"{value} is no number that JSON has")
     if type(value) is list:
-        return [_named_bytes(item) for item in value]
+        return [_as_meant(item) for item in value]
     if type(value) is dict:
         return {
-            key: item if key in BYTES_KEYS and type(item) is bytes else _named_bytes(item)
-            for key, item in value.items()
+            key: item if key in BYTES_KEYS and type(item) is bytes else _as_meant(item) for key, item in value.items()
         }
     return value
+
+
+def _has_infinity(column: pa.Array | pa.ChunkedArray) -> bool:
+    """Whether a number in the column is infinite, at any depth of structs and lists."""
+    kind = column.type
+    if isinstance(column, pa.ChunkedArray):
+        return any(map(_has_infinity, column.chunks))
+    if isinstance(kind, pa.BaseExtensionType):
+        return _has_infinity(column.storage)
+    if pa.types.is_dictionary(kind):
+        return _has_infinity(column.dictionary)
+    if pa.types.is_floating(kind):
+        return bool(pc.any(pc.is_inf(column.cast(pa.float64()))).as_py())
+    if pa.types.is_struct(kind):
+        return any(map(_has_infinity, column.flatten()))
+    if pa.types.is_map(kind):
+        return _has_infinity(column.keys) or _has_infinity(column.items)
+    is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view)
+    return any(of(kind) for of in is_list) and _has_infinity(column.flatten())
 
 
 def _value(scalar: pa.Scalar) -> object:
@@ -238,25 +262,17 @@ def _slices(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         yield batch.slice(start, ROWS_PER_BATCH)
 
 
-def _has_structs(schema: pa.Schema) -> bool:
-    return any(_has_struct(field.type) for field in schema)
+_IS_BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
 
 
-def _has_bytes(kind: pa.DataType) -> bool:
+def _has(kind: pa.DataType, *tests: Callable[[pa.DataType], bool]) -> bool:
+    """Whether a type, or one in it, passes one of the tests."""
     if isinstance(kind, pa.BaseExtensionType):
-        return _has_bytes(kind.storage_type)
+        return _has(kind.storage_type, *tests)
     if pa.types.is_dictionary(kind):
-        return _has_bytes(kind.value_type)
-    is_bytes = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
-    return any(of(kind) for of in is_bytes) or any(
-        _has_bytes(kind.field(index).type) for index in range(kind.num_fields)
-    )
-
-
-def _has_struct(kind: pa.DataType) -> bool:
-    if pa.types.is_struct(kind):
-        return True
-    return kind.num_fields > 0 and any(_has_struct(kind.field(index).type) for index in range(kind.num_fields))
+        return _has(kind.value_type, *tests)
+    inner = (kind.field(index).type for index in range(kind.num_fields))
+    return any(test(kind) for test in tests) or any(_has(each, *tests) for each in inner)
 
 
 def _without_null_fields(value: object) -> object:

@@ -198,6 +198,29 @@ def test_bytes_are_never_learned_as_text(tmp_path: Path, kind: Any) -> None:
         assert all(isinstance(each, RowError) and field in str(each) for each in read) and len(read) == 3
 
 
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float64(), "dictionary"])
+def test_an_infinite_weight_is_none_and_not_the_default(tmp_path: Path, kind: Any) -> None:
+    weights = pa.array([1.0, float("inf"), float("nan")])
+    weights = weights.dictionary_encode() if kind == "dictionary" else weights.cast(pa.float32()).cast(kind)
+    answers = [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": w}]
+        for w in (1.0, 2.0, -np.inf)
+    ]
+    pairs = {"prompt": ["a", "b", "c"], "completion": ["x", "y", "z"], "weight": weights}
+    for columns, lost in ((pairs, 1), ({"messages": pa.array(answers)}, 2)):
+        path = tmp_path / "rows.arrow"
+        with pa.ipc.new_stream(path, pa.table(columns).schema) as writer:
+            writer.write_table(pa.table(columns))
+        (source,) = open_sources([SourceConfig(path=str(path))], seed=0)
+        refused = []
+        for number, row in enumerate(source.row_bytes()):
+            try:
+                source.convert(source.reader.read(row))
+            except RowError:
+                refused.append(number)
+        assert refused == [lost]
+
+
 def test_bytes_in_a_column_of_media_are_items(tmp_path: Path) -> None:
     """Bare, in a list, and as the Hub's features have them."""
     feature = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
