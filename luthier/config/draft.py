@@ -272,16 +272,16 @@ def _at_odds(draft: Draft) -> Iterator[str]:
 
 
 def asked_in_part(config: RunConfig, sources: Iterable[SourceConfig]) -> Iterator[str]:
-    """What is to be known of questions to held-out rows, which end where learning begins, where not just whole answers
-    are learned: sentences, none if they are. What the rows themselves say of it is not looked at."""
+    """Sentences on where questions to held-out rows end, if that is not before the answer: they end where learning
+    begins, and the description may have more or less learned than whole answers. Flags of rows are not looked at."""
     template, objective = config.template, OBJECTIVES[config.objective.name]
     if objective.on_policy:
         return  # such rows are not asked, or refused
     ends = "a question to a held-out row ends where learning begins"
     if not objective.rows.is_compared and TrainOn.ALL in (template.train_on, *(source.train_on for source in sources)):
-        yield f"{ends}: before the header of the answer, as train_on: all has that learned, too"
+        yield f"{ends}: under train_on: all that is before the header of the answer, which the model has to write, too"
     if any((rule.part or rule.pattern) and (rule.train is False or rule.weight == 0) for rule in template.targets):
-        yield f"{ends}: it holds what template.targets leaves out of the row's answer, and all that stands before that"
+        yield f"{ends}: where template.targets leaves out a part of an answer, the model is shown that part"
 
 
 def _warmup(draft: Draft) -> Iterator[str]:

@@ -131,7 +131,7 @@ class Encoder:
         options = self.options.model_dump_json(exclude={"chat_template"})
         parts = [str(SAMPLES_VERSION), self.tokenizer.fingerprint, options, self.kind, self.media_source.fingerprint]
         parts += [] if self.keep_answer_within is None else [f"keep_answer up to {self.keep_answer_within}"]
-        parts += ["whole answers"] if self.kind is RowKind.QUESTION else []  # older stores ask with a part of some
+        parts += ["whole answers"] if self.kind is RowKind.QUESTION else []  # older stores may hold parts of answers
         parts += [] if self.document_end == EOS else [f"document_end {self.document_end}"]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

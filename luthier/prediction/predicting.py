@@ -96,7 +96,7 @@ class _RowQuestion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Questions:
-    """What is asked, why the other rows are not (reason -> how many), what they hold, and `asked_in_part`."""
+    """What is asked, why the other rows are not (reason -> how many), what they hold, and where questions end."""
 
     asked: list[_RowQuestion]
     lost: Mapping[str, int]

@@ -176,7 +176,7 @@ def _as_meant(value: object) -> object:
         return {"bytes": value}
     if type(value) is float and isinf(value):
         return unreadable(f"{value} is no number that JSON has")
-    if type(value) is list:
+    if isinstance(value, list | tuple):  # the items of maps are tuples
         return [_as_meant(item) for item in value]
     if type(value) is dict:
         return {
@@ -200,8 +200,7 @@ def _has_infinity(column: pa.Array | pa.ChunkedArray) -> bool:
         return any(map(_has_infinity, column.flatten()))
     if pa.types.is_map(kind):
         return _has_infinity(column.keys) or _has_infinity(column.items)
-    is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view)
-    return any(of(kind) for of in is_list) and _has_infinity(column.flatten())
+    return any(is_of_kind(kind) for is_of_kind in _IS_LIST) and _has_infinity(column.flatten())
 
 
 def _value(scalar: pa.Scalar) -> object:
@@ -262,6 +261,10 @@ def _slices(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         yield batch.slice(start, ROWS_PER_BATCH)
 
 
+_IS_LIST = (
+    pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view,
+    pa.types.is_large_list_view,
+)  # fmt: skip
 _IS_BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
 
 

@@ -221,6 +221,28 @@ def test_an_infinite_weight_is_none_and_not_the_default(tmp_path: Path, kind: An
         assert refused == [lost]
 
 
+INFINITE = [1.0, float("inf")]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        *((INFINITE, make(pa.float64())) for make in (pa.list_, pa.large_list, pa.list_view, pa.large_list_view)),
+        (INFINITE, pa.list_(pa.float32(), 2)),
+        ([("a", float("inf"))], pa.map_(pa.string(), pa.float64())),
+        ([("a", b"Hi")], pa.map_(pa.string(), pa.binary())),
+        ({"a": INFINITE}, pa.struct([("a", pa.list_(pa.float32()))])),
+    ],
+    ids=str,
+)
+def test_what_json_would_make_another_value_of_is_found_at_any_depth(tmp_path: Path, value: Any, kind: Any) -> None:
+    path = write(tmp_path, "arrow", {"other": pa.array([None, value, None], kind)})
+    (source,) = open_sources([SourceConfig(path=str(path), columns={"text": "text"})], seed=0)
+    raw = [row.raw for row in source.row_bytes() if not isinstance(row, RowError)]
+    said = (b'"bytes":', b"unreadable value")
+    assert [any(word in row for word in said) for row in raw] == [False, True, False]
+
+
 def test_bytes_in_a_column_of_media_are_items(tmp_path: Path) -> None:
     """Bare, in a list, and as the Hub's features have them."""
     feature = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
