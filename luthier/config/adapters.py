@@ -67,6 +67,7 @@ def check_adapter(draft: Draft) -> Iterator[Problem]:
     yield from _patterns(draft)
     yield from _from_rows(draft)
     yield from _loftq(draft)
+    yield from _random_product(draft)
     yield from _quantized(draft)
 
 
@@ -74,7 +75,10 @@ def _foreign_keys(draft: Draft) -> Iterator[Problem]:
     chosen = draft.config.adapter.type
     for name in known_keys(("adapter",)):
         node = get(draft.tree, ("adapter", name))
-        if name == "type" or name in KEYS_OF_TYPE[chosen] or node is None or plain(node) in (None, False, [], {}):
+        if name == "type" or name in KEYS_OF_TYPE[chosen] or node is None:
+            continue
+        says_nothing = plain(node) in (None, False, [], {})
+        if says_nothing and not (plain(node) is False and AdapterConfig.model_fields[name].default is True):
             continue
         owners = [kind.value for kind in AdapterType if name in KEYS_OF_TYPE[kind]]
         what = f"this belongs to adapter.type {' or '.join(owners)}, and {draft.cite('adapter.type')} is {chosen}"
@@ -169,6 +173,17 @@ def _loftq(draft: Draft) -> Iterator[Problem]:
             yield draft.problem("adapter.init_lora_weights", what, f"remove {key}, or set init_lora_weights: true")
     if config.objective.needs_reference:
         what = f"{config.objective.name} compares with the model that training begins with, which loftq changes"
+        yield draft.problem("adapter.init_lora_weights", what, "set adapter.init_lora_weights: true")
+
+
+def _random_product(draft: Draft) -> Iterator[Problem]:
+    """With both matrices random, training begins with a model that is neither the base nor any other at hand."""
+    config, adapter = draft.config, draft.config.adapter
+    if adapter.init_lora_weights is not False or adapter.type is not AdapterType.LORA:
+        return
+    objective = config.objective
+    if objective.needs_reference and objective.reference.name_or_path is None and adapter.name_or_path is None:
+        what = f"{objective.name} compares with the model without its adapter, and false begins with another model"
         yield draft.problem("adapter.init_lora_weights", what, "set adapter.init_lora_weights: true")
 
 

@@ -76,7 +76,8 @@ class AdapterConfig(Section):
     or as many as you write; ``eva`` from the directions in which the inputs of each layer vary most, over the first
     rows, ``corda`` from the part of each weight that matters most to these inputs, ``lora_ga`` from the first gradient
     of each weight; ``loftq`` from what ``model.quantization`` rounds away. Where a part of the base becomes the
-    adapter (``pissa``, ``olora``, ``corda``, ``lora_ga``), a plain LoRA is saved."""
+    adapter (``pissa``, ``olora``, ``corda``, ``lora_ga``), a plain LoRA is saved. ``false``: both matrices are random,
+    so training begins with another model than its base; not for losses that compare with the model at the beginning."""
     loraplus_lr_ratio: choices.Positive | None = None
     """LoRA+: learning rate of B over that of A."""
     oft_block_size: choices.Size = 32

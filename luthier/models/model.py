@@ -52,6 +52,7 @@ from luthier.models.vocabulary import (
     check_padding,
     check_tokens,
     fit_generation,
+    fit_padding,
     fit_unborn,
     fit_vocabulary,
     overridden,
@@ -117,7 +118,7 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
     notes += resized
     choose_experts(model, section.experts_implementation)
     if is_reward_model(config):
-        model.config.get_text_config().pad_token_id = vocabulary.pad_token_id  # as transformers finds the last token
+        fit_padding(model, vocabulary, notes)
     else:
         fit_generation(model, vocabulary, notes)
     if is_quantized(model):

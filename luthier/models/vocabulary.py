@@ -20,6 +20,7 @@ from luthier.models import output_layer, plain_model
 from luthier.writing import counted
 
 RESIZED = "embedding resized"  # how the note of a table begins that has grown
+UNPADDED = "padding by a token that ends answers"  # and that of a reward model whose saved config names none
 VOCABULARY_MULTIPLE = 64  # round sizes multiply faster
 
 
@@ -87,6 +88,19 @@ def check_padding(model_config: PretrainedConfig, section: ModelConfig) -> None:
             f"its embedding has {counted(text.vocab_size, 'row')}",
             hint=f"set model.config_overrides: {{pad_token_id: {text.eos_token_id}}}, or correct the file",
         )
+
+
+def pads_with_end(model: PreTrainedModel, stop_token_ids: Sequence[int]) -> bool:
+    """Whether the padding token of a reward model ends answers, too. transformers reads a reward at the last token that
+    is no padding, which is then the one before the end; without a padding token it reads it at the last one."""
+    return not model.can_generate() and model.config.get_text_config().pad_token_id in stop_token_ids
+
+
+def fit_padding(model: PreTrainedModel, vocabulary: Vocabulary, notes: list[str]) -> None:
+    """A reward model pads with the tokenizer's token, as transformers finds the last token by it."""
+    model.config.get_text_config().pad_token_id = vocabulary.pad_token_id
+    if pads_with_end(model, vocabulary.stop_token_ids):
+        notes.append(f"{UNPADDED}: the saved config names none, so that transformers reads rewards at the very end")
 
 
 def fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Vocabulary) -> list[str]:

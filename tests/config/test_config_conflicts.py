@@ -216,6 +216,12 @@ CONFLICTS = [
     ),
     ("adapter: {type: llama_pro}", "", ("run.yaml:4 adapter.type: ", "adapter.expand_layers", "expand_layers: 4")),
     ("adapter: {type: oft, r: 8}", "", ("run.yaml:4 adapter.r: ", "is oft")),
+    ("adapter: {type: oft, init_lora_weights: false}", "", ("run.yaml:4 adapter.init_lora_weights: ", "is oft")),
+    (
+        "adapter: {type: lora, init_lora_weights: false}\nobjective: dpo",
+        "",
+        ("run.yaml:4 adapter.init_lora_weights: ", "dpo compares with the model without"),
+    ),
     ("adapter: {type: oft, loraplus_lr_ratio: 8}", "", ("run.yaml:4 adapter.loraplus_lr_ratio: ", "lora", "is oft")),
     (
         "adapter: {type: lora, freeze_trainable_layers: 2}",
@@ -277,6 +283,11 @@ def test_what_belongs_together_is_accepted() -> None:
     assert told("adapter: {type: freeze, freeze_trainable_layers: -2}") == []
     assert told("adapter: {type: freeze, freeze_trainable_modules: '*norm*'}") == []
     assert told("adapter: {type: oft, oft_block_size: 8, merge: true}") == []
+    assert told("adapter: {type: oft, use_dora: false, lora_dropout: 0}") == []
+    assert told("adapter: {type: lora, init_lora_weights: false}") == []
+    assert (
+        told("adapter: {type: lora, init_lora_weights: false}\nobjective: {name: dpo, reference: {source: none}}") == []
+    )
     assert told("adapter: {type: full, merge: false, lora_alpha: null}") == []
     assert told("output: {overwrite: true, resume: never, save_only_model: true}") == []
     assert told("runtime: {device: cuda}\ntrain: {precision: fp16}") == []

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from rich.console import Console
 from tiny_runs import make_config
 
+from luthier.models.vocabulary import UNPADDED
 from luthier.training.folder.artifacts import model_card
 from luthier.training.report import (
     DataSummary,
@@ -328,6 +329,8 @@ def test_the_card_says_how_it_is_loaded_and_how_answers_were_drawn(result: RunRe
     judge = replace(result, model=replace(result.model, architecture="Qwen3ForSequenceClassification"))
     plain = make_config(tmp_path, model={"name_or_path": "a/b"}, objective={"name": "rm"}, adapter={"type": "lora"})
     assert "{'num_labels': 1}" in model_card(judge, plain), "PEFT alone makes a head of two numbers"
+    unpadded = replace(judge, model=replace(judge.model, notes=(f"{UNPADDED}: so it is",)))
+    assert "{'num_labels': 1, 'pad_token_id': None}" in model_card(unpadded, plain)
 
 
 def test_a_run_of_targets_shows_perplexity_and_no_rewards(result: RunResult) -> None:

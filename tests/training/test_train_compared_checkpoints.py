@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,27 @@ def test_a_reward_model_gives_others_the_rewards_of_training(
     assert float((chosen > rejected).double().mean()) == pytest.approx(said["rewards/accuracies"])
     before = result.evals[0].measures["rewards/chosen"]
     assert abs(before - said["rewards/chosen"]) > 1e-2, "control: training moved them"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(("changes", "load"), [({}, _full), (ADAPTER, _adapted)])
+def test_the_end_of_an_answer_is_not_taken_for_padding(
+    tmp_path: Path, tokenizer: Tokenizer, changes: dict[str, Any], load: Callable[[Path], Any]
+) -> None:
+    padless = copy(tokenizer)  # as Llama 3's
+    padless.special_tokens = {name: token for name, token in tokenizer.special_tokens.items() if name != "pad_token"}
+    assert padless.pad_token_id in padless.stop_token_ids
+    result = _train(tmp_path, padless, "rm", train__packing="none", **changes)
+    model = load(tmp_path).eval()
+    with torch.no_grad():
+        sides = [
+            [float(model(torch.from_numpy(one.input_ids)[None].long()).logits) for one in side] for side in _segments()
+        ]
+    said = result.evals[-1].measures
+    assert np.mean(sides[0]) == pytest.approx(said["rewards/chosen"], rel=1e-4)
+    assert np.mean(sides[1]) == pytest.approx(said["rewards/rejected"], rel=1e-4)
+    with pytest.raises(ValueError, match="batch sizes"):  # rather than other numbers
+        model(torch.ones(2, 3, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("changes", [{}, {"train__packing": "best_fit"}])

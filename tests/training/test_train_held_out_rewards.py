@@ -12,7 +12,7 @@ import torch
 from tiny_runs import make_data, make_segments
 
 from luthier.metrics import METRICS, Metric, pass_at
-from luthier.objectives.loss_sums import FeedbackBaselines, FeedbackScores
+from luthier.objectives.loss_sums import FeedbackBaselines, FeedbackScores, FeedbackSettings
 from luthier.training.losses.verdicts import FeedbackLosses
 from luthier.training.report import ACCURACIES, GenerationRound, RunResult
 from luthier.training.report.report import Report, write_report
@@ -83,6 +83,17 @@ def test_a_tie_judges_no_answer_right_whatever_its_verdict() -> None:
         logps_R=zeros_R, ref_logps_R=torch.tensor([0.0, 0.0, -1.0, 1.0]), lengths_R=torch.ones(4),
         desirable_R=torch.tensor([True, False, True, False]),
     )  # fmt: skip
-    losses = SimpleNamespace(name="bco", _baselines=FeedbackBaselines())
+    losses = SimpleNamespace(name="bco", settings=FeedbackSettings(), _baselines=FeedbackBaselines())
     told = FeedbackLosses._judged(cast(Any, losses), scores)
     assert float(told[ACCURACIES].total) == 2 and float(told[ACCURACIES].count) == 4
+
+
+@pytest.mark.parametrize(("name", "known"), [("bco", {"delta": 0.05}), ("kto", {"kl": 0.5})])
+def test_an_answer_is_judged_by_what_its_loss_compares_it_with(name: str, known: dict[str, float]) -> None:
+    scores = FeedbackScores(  # rewards of 0.04, twice, and 0.06
+        logps_R=torch.tensor([0.4, 0.4, 0.6]), ref_logps_R=torch.zeros(3), lengths_R=torch.ones(3),
+        desirable_R=torch.tensor([False, False, True]),
+    )  # fmt: skip
+    settings = FeedbackSettings(beta=0.1)
+    losses = SimpleNamespace(name=name, settings=settings, _baselines=FeedbackBaselines(**known))
+    assert float(FeedbackLosses._judged(cast(Any, losses), scores)[ACCURACIES].total) == 3

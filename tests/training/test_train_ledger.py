@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_rows import run_data
+from tiny_rows import make_row, run_data
 from tiny_runs import make_config
 
 from luthier.encoding.tokenizer import Tokenizer
@@ -82,6 +82,15 @@ def test_a_run_that_ends_early_says_which_rows_its_steps_saw(
 def test_split_rows_count_once_from_their_first_window_on(tmp_path: Path, tokenizer: Tokenizer, taken: Taken) -> None:
     changes = {"objective__name": "pt", "train__packing": "split", "data__max_length": 16, "data__overflow": "split"}
     assert 0 < _check(_run(tmp_path, tokenizer, train__max_steps=3, **changes), taken) < ROWS
+
+
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+@pytest.mark.parametrize("loss", ["kto", "bco"])
+def test_answers_of_other_rows_are_no_targets(tmp_path: Path, tokenizer: Tokenizer, loss: str, packing: str) -> None:
+    changes = {"objective": {"name": "kto", "loss": loss}, "train__packing": packing}
+    result = _run(tmp_path, tokenizer, train__max_steps=None, train__num_train_epochs=1, **changes)
+    rows = [make_row(number, continuations=1) for number in range(ROWS)]
+    assert sum(step.target_tokens for step in result.steps) == sum(int(row.target.sum()) for row in rows)
 
 
 def test_several_epochs_count_each_row_once(tmp_path: Path, tokenizer: Tokenizer, taken: Taken) -> None:

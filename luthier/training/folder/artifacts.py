@@ -34,7 +34,7 @@ from luthier.ledger import rows_beside
 from luthier.media.processors.processor import PROCESSOR_FILES
 from luthier.models.adapter_files import save_adapter
 from luthier.models.model import RANDOM_WEIGHTS, source_of
-from luthier.models.vocabulary import RESIZED
+from luthier.models.vocabulary import RESIZED, UNPADDED, pads_with_end
 from luthier.training.report import RunResult
 from luthier.writing import counted
 
@@ -71,8 +71,11 @@ def save_model(
         plain = model.get_base_model()
     else:
         sized = {} if max_shard_gb is None else {"max_shard_size": int(max_shard_gb * 10**9)}
+        text, plain = model.config.get_text_config(), model
+        during = text.pad_token_id
+        text.pad_token_id = None if pads_with_end(model, tokenizer.stop_token_ids) else during
         model.save_pretrained(str(folder), state_dict=weights, **sized)
-        plain = model
+        text.pad_token_id = during
     # of a class with a generate of its own, too, whose settings transformers leaves out; reward models have none
     if (settings := vars(plain).get("generation_config")) is not None:
         settings.save_pretrained(str(folder))
@@ -251,7 +254,9 @@ def _loading(result: RunResult, config: RunConfig) -> list[str]:
     """How the base is made what it was in training, where PEFT alone does not do so; nothing where it does."""
     section, kind = config.model, result.model.architecture
     rows = [note.partition(" to ")[2].split()[0] for note in result.model.notes if note.startswith(RESIZED)]
-    head = {} if OBJECTIVES[config.objective.name].has_head else {"num_labels": 1}
+    head: dict[str, int | None] = {} if OBJECTIVES[config.objective.name].has_head else {"num_labels": 1}
+    if any(note.startswith(UNPADDED) for note in result.model.notes):
+        head["pad_token_id"] = None
     is_theirs = hasattr(transformers, kind)  # there is no such class of multimodal models
     if keeps_base(config) or not (section.config_overrides or rows or (head and is_theirs)):
         return []

@@ -105,8 +105,9 @@ class StepLosses(Protocol):
 
 
 def counts_of(losses: StepLosses, batch: Batch) -> tuple[int, int, int]:
-    """Of a micro-batch: what its loss is divided by, its targets, and its tokens without padding."""
-    return losses.num_units(batch), batch.num_targets, sum(part.length for row in batch.branches for part in row)
+    """Of a micro-batch: what its loss is divided by, the targets that are learned, and its tokens without padding."""
+    targets = losses.num_targets(batch) if isinstance(losses, AnswerLosses) else batch.num_targets
+    return losses.num_units(batch), targets, sum(part.length for row in batch.branches for part in row)
 
 
 def learned_from(batches: Sequence[Batch], counts_T2: torch.Tensor) -> list[Batch]:
@@ -378,6 +379,10 @@ class AnswerLosses:
 
     def num_units(self, batch: Batch) -> int:
         return len(batch.units)
+
+    def num_targets(self, batch: Batch) -> int:
+        """Those that are learned."""
+        return batch.num_targets
 
     def note_rewards(self, found: SequenceLoss) -> None:
         """Remember those of a micro-batch that is learned from."""

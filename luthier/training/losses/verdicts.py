@@ -68,6 +68,11 @@ class FeedbackLosses(step_losses.AnswerLosses):
             total, count = reduce(totals)
             self._baselines = loss_sums.FeedbackBaselines(kl=loss_sums.kl_baseline(Measure(total=total, count=count)))
 
+    def num_targets(self, batch: Batch) -> int:
+        """Those of the rows' own completions."""
+        own = torch.tensor([unit.segments[0] for unit in batch.units], dtype=torch.int64)
+        return int(torch.isin(batch.targets.segments_K, own).sum())
+
     def own(self, batch: Batch) -> Batch:
         """The rows' own completions, without those of other rows."""
         return self._only(batch, [unit.segments[0] for unit in batch.units])
@@ -129,9 +134,9 @@ class FeedbackLosses(step_losses.AnswerLosses):
 
     def _judged(self, scores: loss_sums.FeedbackScores) -> Measures:
         """Whether good rows are above and bad rows below what they are compared with; and the estimate, if any."""
-        kl = self._baselines.kl
-        ratios_R = scores.logps_R.detach() - scores.ref_logps_R - kl
-        told = {ACCURACIES: measure(torch.where(scores.desirable_R, ratios_R > 0, ratios_R < 0))}
+        known, ratios_R = self._baselines, scores.logps_R.detach() - scores.ref_logps_R
+        above_R = self.settings.beta * (ratios_R - known.kl) - known.delta
+        told = {ACCURACIES: measure(torch.where(scores.desirable_R, above_R > 0, above_R < 0))}
         if LOSSES[self.name].estimates_kl:
-            told["kl"] = measure(ratios_R.new_full(ratios_R.shape, kl))
+            told["kl"] = measure(ratios_R.new_full(ratios_R.shape, known.kl))
         return told
