@@ -93,3 +93,38 @@ def test_the_command_tells_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path.write_text(json.dumps({"model": "preset:tiny-qwen3", "data": data, "output": {"dir": str(tmp_path / "run")}}))
     assert run_command(["stats", str(path), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["contamination"]["counts"] == {"exact": 1}
+
+
+def test_a_question_at_the_end_of_a_row_is_found_where_training_answers_it(tmp_path: Path) -> None:
+    """And what stands in training stays found where a row that is asked ends with a question."""
+    talk = [*row("Name a red thing", "a mat")["messages"], *row("and a green one", "a frog")["messages"]]
+    other = [*row("Who sat down?", "a cat")["messages"], {"role": "user", "content": "and where?"}]
+    files = {"train": [*TRAIN, {"messages": talk}, {"messages": other}]}
+    files["asked"] = [
+        {"messages": messages}
+        for messages in (
+            talk,
+            other,
+            talk[:3],
+            talk[:1],
+            [{**talk[0], "content": "name a RED thing!"}],
+            [{**talk[0], "content": "Name a red"}],
+            [*row("Name a blue thing", "a mat")["messages"], talk[2]],
+        )
+    ]
+    for name, rows in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+    data = {"train": str(tmp_path / "train.jsonl"), "store": str(tmp_path / "store")}
+    run = {
+        "model": {"name_or_path": "preset:tiny-qwen3", "random_init": True},
+        "data": data,
+        "train": {"enabled": False},
+        "generate": {"max_new_tokens": 1},
+        "output": {"dir": str(tmp_path / "run")},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(run))
+    luthier.prepare({**run, "train": {}})
+    options = luthier.PredictOptions(data=tmp_path / "asked.jsonl", out=tmp_path / "out")
+    found = luthier.predict(tmp_path / "run.yaml", options).metrics["contamination"]
+    kinds = {one["row"].rpartition(":")[2]: one["kind"] for one in found["found"]}
+    assert kinds.keys() == {"1", "2", "3", "4", "5"} and kinds["1"] == kinds["2"] == "exact", kinds

@@ -206,20 +206,25 @@ class _HeldOut:
     row: str
     ids: bytes
     question: WordRun
+    asked: WordRun  # the question that it ends with, with all that stands before it; or nothing
     text: WordRun
     runs: frozenset[WordRun]
     places: dict[str, tuple[str, float]] = field(default_factory=dict)
 
 
 def contamination(held_out: Iterable[Sample | Segment], train: PreparedSet, tokenizer: Tokenizer) -> Contamination:
-    """Look for the content of held-out rows in the training rows. The longest segment of a row stands for it."""
+    """Look for the content of held-out rows in the training rows. The longest segment of a row with something that is
+    learned stands for it, and the one without, if any, for the question that it ends with."""
     content = _RowWords(tokenizer)
     longest: dict[str, Sample | Segment] = {}
+    asked: dict[str, Sample | Segment] = {}
     for each in held_out:
         row = str(each.address)
-        if row not in longest or len(longest[row].input_ids) < len(each.input_ids):
+        if not each.target.any():
+            asked[row] = each
+        if row not in longest or _substance(longest[row]) < _substance(each):
             longest[row] = each
-    wanted = [content.held_out(row, each) for row, each in longest.items()]
+    wanted = [content.held_out(row, each, asked.get(row)) for row, each in longest.items()]
     num_read = _look(wanted, train, content)
     named = [found for one in wanted for found in _named(one)]
     counts = Counter(found.kind for found in named)
@@ -240,6 +245,10 @@ def contaminated(prepared: Prepared, tokenizer: Tokenizer) -> Contamination:
     return contamination((held_out[row] for row in range(len(held_out))), prepared.train, tokenizer)
 
 
+def _substance(each: Sample | Segment) -> tuple[bool, int]:
+    return bool(each.target.any()), len(each.input_ids)
+
+
 class _RowWords:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -254,10 +263,20 @@ class _RowWords:
         targets = np.flatnonzero(each.target)
         return self.of(each.input_ids[: int(targets[0])] if len(targets) else each.input_ids)
 
-    def held_out(self, row: str, each: Sample | Segment) -> _HeldOut:
+    def answers(self, each: Sample | Segment, asked: WordRun) -> bool:
+        """Whether an answer that is learned stands right behind these words, which are its first ones."""
+        starts = np.flatnonzero(each.target & ~np.append(False, each.target[:-1])).tolist()
+        return any(self.of(each.input_ids[:start]) == asked for start in starts)
+
+    def held_out(self, row: str, each: Sample | Segment, asked: Sample | Segment | None) -> _HeldOut:
         text = self.of(each.input_ids)
         return _HeldOut(
-            row=row, ids=each.input_ids.tobytes(), question=self.question(each), text=text, runs=frozenset(_runs(text))
+            row=row,
+            ids=each.input_ids.tobytes(),
+            question=self.question(each),
+            asked=() if asked is None else self.of(asked.input_ids),
+            text=text,
+            runs=frozenset(_runs(text)),
         )
 
 
@@ -268,26 +287,36 @@ def _runs(text: WordRun) -> Iterator[WordRun]:
 def _look(wanted: list[_HeldOut], train: PreparedSet, content: _RowWords) -> int:
     """Note where each held-out row was found; give how many training rows were read."""
     by_ids, by_text, by_question = (defaultdict[object, list[_HeldOut]](list) for _ in range(3))
+    by_asked = defaultdict[WordRun, list[_HeldOut]](list)
     holders: dict[WordRun, list[int]] = {}
     for one in wanted:
         by_ids[one.ids].append(one)
         by_text[one.text].append(one)
         by_question[one.question].append(one)
+        by_asked[one.asked].append(one)
         holders |= {run: [] for run in one.runs}
+    last_words = {(len(asked), asked[-1]) for asked in by_asked if asked}
+    lengths = {length for length, _ in last_words}
     num_tokens = 0
     for number in range(len(train)):
         sample = train[number]
         num_tokens += len(sample.input_ids)
         if num_tokens > MOST_TOKENS:
             break
-        text = content.of(sample.input_ids)
-        found = [("exact", one) for one in by_ids.get(sample.input_ids.tobytes(), ())]
-        found += [("normalised", one) for one in by_text.get(text, ()) if text]
-        if by_question.keys() & {question := content.question(sample)} and question:
-            found += [("question", one) for one in by_question[question]]
+        found = [("question", one) for one in by_question.get(content.question(sample), ()) if one.question]
+        runs: set[WordRun] = set()
+        # a row whose history is rewritten holds several sequences, each of which a held-out segment may be
+        for each in (sample, *(sample.segments() if len(sample.branches) > 1 else ())):
+            text = content.of(each.input_ids)
+            found += [("exact", one) for one in by_ids.get(each.input_ids.tobytes(), ())]
+            found += [("normalised", one) for one in by_text.get(text, ()) if text]
+            fits = (length for length in lengths if length <= len(text) and (length, text[length - 1]) in last_words)
+            told = [asked for length in fits if (asked := text[:length]) in by_asked and content.answers(each, asked)]
+            found += [("question", one) for asked in told for one in by_asked[asked]]
+            runs.update(_runs(text))
         for kind, one in found:
             one.places.setdefault(kind, (str(sample.address), 1.0))
-        for run in set(_runs(text)) & holders.keys():
+        for run in runs & holders.keys():
             if len(holders[run]) <= MOST_ROWS:  # one more than is counted tells that there are too many
                 holders[run].append(number)
     else:
