@@ -214,7 +214,7 @@ def _collation(loaded: Loaded) -> CollateSettings:
 def _part_of_row(index: SegmentIndex, number: int, count: int) -> str:
     """Which of a row's segments it is, in a title."""
     match index.units:
-        case UnitKind.PAIRS:
+        case UnitKind.PAIRS | UnitKind.REWARDS:
             return ", chosen" if number == 1 else ", rejected"
         case UnitKind.NONE if count > 1:
             return f", segment {number} of {count}"
@@ -431,7 +431,8 @@ class TrainingAccount:
         if len(sample.input_ids) <= most:  # no leaf is longer than the whole tree
             return None
         leaves = list(sample.segments())
-        longest = max(learned_length(leaf.target) for leaf in leaves)
+        to_end = self._units is UnitKind.REWARDS
+        longest = max(len(leaf.target) if to_end else learned_length(leaf.target) for leaf in leaves)
         if longest <= most:
             return None
         too_long = RowDropped(

@@ -59,8 +59,8 @@ class LoaderOptions(TypedDict, total=False):
     pad_token_id                 any id that the model has (0)
     varlen                       add what FlashAttention's varlen kernels take (False)
     pad_to_multiple_of           rows are as long as the longest, rounded up to this (1)
-    units                        what of a row is compared and stays together: ``none`` (default), ``pairs``,
-                                 ``feedback``, ``feedback_kl`` (`Batch.units`). A packed row has room for a whole unit,
+    units                        what of a row is compared and stays together: ``none`` (default), ``pairs``, ``rewards``
+                                 (pairs for a reward model), ``feedback``, ``feedback_kl`` (`Batch.units`). A packed row has room for a whole unit,
                                  ``2 * max_length``; ``batch_size`` counts units where rows are padded
     shared                       sequences of a row hold once what they begin with in common (False): the prompt of a
                                  pair, earlier turns; see `Batch.branches`
@@ -174,7 +174,7 @@ def units_of(config: RunConfig) -> UnitKind:
         case RowKind.ANSWER | RowKind.QUESTION:
             return UnitKind.NONE
         case RowKind.PAIR:
-            return UnitKind.PAIRS
+            return UnitKind.PAIRS if OBJECTIVES[config.objective.name].has_head else UnitKind.REWARDS
         case RowKind.VERDICT:
             return UnitKind.FEEDBACK_KL if config.objective.estimates_kl else UnitKind.FEEDBACK
 

@@ -171,12 +171,14 @@ class UnitKind(StrEnum):
 
     none         nothing: each segment goes its own way
     pairs        its two segments, the chosen continuation and the rejected one
+    rewards      the same, each judged at its last token: what stands behind its last target counts too, and stays
     feedback     its only segment, with a verdict
     feedback_kl  that one and its prompt with another row's completion, drawn anew in each epoch (`draw_partners`)
     """
 
     NONE = "none"
     PAIRS = "pairs"
+    REWARDS = "rewards"
     FEEDBACK = "feedback"
     FEEDBACK_KL = "feedback_kl"
 
@@ -186,8 +188,13 @@ class UnitKind(StrEnum):
         match self:
             case UnitKind.NONE | UnitKind.FEEDBACK:
                 return 1
-            case UnitKind.PAIRS | UnitKind.FEEDBACK_KL:
+            case UnitKind.PAIRS | UnitKind.REWARDS | UnitKind.FEEDBACK_KL:
                 return 2
+
+    @property
+    def are_pairs(self) -> bool:
+        """Whether a row has a chosen and a rejected continuation."""
+        return self in (UnitKind.PAIRS, UnitKind.REWARDS)
 
     @property
     def are_compared(self) -> bool:

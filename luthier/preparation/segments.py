@@ -184,7 +184,7 @@ class SegmentIndex:
     def _find_held(self, leaves: Leaves, max_length: int) -> Ints:
         held = np.zeros_like(self.lengths)
         if self.units is not UnitKind.NONE:
-            held[1::2] = self.prompt_lengths[1::2] if self.units is UnitKind.PAIRS else 0
+            held[1::2] = self.prompt_lengths[1::2] if self.units.are_pairs else 0
             return held
         if not leaves.held.any():
             return held
@@ -376,7 +376,7 @@ def cut_units(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflo
     row that has not as many continuations as ``units`` says.
     """
     _check_rows(prepared, leaves, units)
-    ends = learned_ends(prepared, leaves, max_length)
+    ends = leaves.lengths if units is UnitKind.REWARDS else learned_ends(prepared, leaves, max_length)
     too_long = _any_of_row(leaves, ends > max_length, len(prepared))
     stays = (~too_long & ~_any_of_row(leaves, leaves.num_targets == 0, len(prepared)))[leaves.row]
     cuts = Cuts(whole=np.flatnonzero(stays & (ends == leaves.lengths)), dropped=True)
@@ -426,7 +426,7 @@ def _cut_prompt_of(prepared: PreparedSet, row: int, leaves: Leaves, ends: Ints, 
 
 
 def _check_rows(prepared: PreparedSet, leaves: Leaves, units: UnitKind) -> None:
-    wanted = 2 if units is UnitKind.PAIRS else 1
+    wanted = 2 if units.are_pairs else 1
     counts = np.bincount(leaves.row, minlength=len(prepared))
     verdicts = prepared.store.verdicts[prepared.sample_ids]
     wrong = (counts != wanted) | np.isnan(verdicts)

@@ -122,7 +122,7 @@ def wanted(segments: Segments) -> Sequence[int]:
     match segments.units:
         case UnitKind.NONE:
             return everything
-        case UnitKind.PAIRS:
+        case UnitKind.PAIRS | UnitKind.REWARDS:
             return everything[::2]
         case UnitKind.FEEDBACK | UnitKind.FEEDBACK_KL:
             verdicts_N = segments.prepared.store.verdicts[segments.sample_ids]

@@ -90,6 +90,22 @@ def test_pairs_whose_prompt_is_cut_lose_the_same_messages_and_no_token_of_an_ans
     index.ledger.check(max_drop=0.9)
 
 
+@pytest.mark.parametrize("overflow", [Overflow.DROP, Overflow.TRUNCATE])
+def test_answers_that_are_judged_at_their_last_token_keep_it(tmp_path: Path, overflow: Overflow) -> None:
+    """Else one answer of a pair would be judged at its stop token, and the other behind it."""
+    ended = [compared_sample(0, 20, [10, 6], turns=(3, 8, 15)), compared_sample(1, 20, [6, 5], turns=(3, 8, 15))]
+    for one in ended:
+        one.target[[*np.cumsum([branch.length for branch in one.branches])[1:] - 1]] = False
+    rows = stored(tmp_path, ended)
+    for units in (UnitKind.PAIRS, UnitKind.REWARDS):
+        index = SegmentIndex(rows, max_length=25, overflow=overflow, units=units)
+        ends = [bool(index[number].target[-1]) for number in range(len(index))]
+        assert any(ends) == (units is UnitKind.PAIRS) and ends.count(False) == (
+            1 if units is UnitKind.PAIRS else len(ends)
+        )
+    assert len(index) == (0 if overflow is Overflow.DROP else 4)
+
+
 def test_other_policies_drop_stop_or_refuse(tmp_path: Path) -> None:
     rows = stored(tmp_path, [compared_sample(n, 20, [10, 5], turns=(3, 8)) for n in range(3)])
 

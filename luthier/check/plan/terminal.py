@@ -150,6 +150,7 @@ def _mixture(data: DataPlan) -> Table:
 
 _COMPARED = {
     UnitKind.PAIRS: "the two continuations of each row, which share a micro-batch",
+    UnitKind.REWARDS: "the two continuations of each row, which share a micro-batch, each by its last token",
     UnitKind.FEEDBACK: "each row's answer with its verdict",
     UnitKind.FEEDBACK_KL: "each row's answer with its verdict, and another row's answer to that prompt (KL estimate)",
 }
