@@ -59,9 +59,10 @@ class LoaderOptions(TypedDict, total=False):
     pad_token_id                 any id that the model has (0)
     varlen                       add what FlashAttention's varlen kernels take (False)
     pad_to_multiple_of           rows are as long as the longest, rounded up to this (1)
-    units                        what of a row is compared and stays together: ``none`` (default), ``pairs``, ``rewards``
-                                 (pairs for a reward model), ``feedback``, ``feedback_kl`` (`Batch.units`). A packed row has room for a whole unit,
-                                 ``2 * max_length``; ``batch_size`` counts units where rows are padded
+    units                        what of a row is compared and stays together: ``none`` (default), ``pairs``,
+                                 ``rewards`` (pairs for a reward model), ``feedback``, ``feedback_kl`` (`Batch.units`).
+                                 A packed row has room for a whole unit, ``2 * max_length``; ``batch_size`` counts units
+                                 where rows are padded
     shared                       sequences of a row hold once what they begin with in common (False): the prompt of a
                                  pair, earlier turns; see `Batch.branches`
     media                        of a multimodal model: `luthier.media_inputs` (None)
