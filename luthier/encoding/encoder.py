@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,7 @@ from luthier.writing import counted
 
 BATCH_CHARACTERS = 250_000  # about so many are encoded in one call
 BATCH_ROWS = 1_000
+LIBRARIES = ("jinja2", "tokenizers")  # whose versions decide what a conversation is rendered and encoded to
 EOS, NO_END = "eos", "none"  # of `data.document_end`, beside the texts of tokens
 GIVEN_AS_IDS = "given as token ids, whose prompt is not proven to be inference's"  # a note on rows
 
@@ -127,9 +129,10 @@ class Encoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of all that decides a sample beside the row: files, options, kind of row, version of the code."""
+        """Hex digest of all that decides a sample beside the row: files, options, kind of row, versions of the code."""
         options = self.options.model_dump_json(exclude={"chat_template"})
         parts = [str(SAMPLES_VERSION), self.tokenizer.fingerprint, options, self.kind, self.media_source.fingerprint]
+        parts += map(version, LIBRARIES)
         parts += [] if self.keep_answer_within is None else [f"keep_answer up to {self.keep_answer_within}"]
         parts += ["whole answers"] if self.kind is RowKind.QUESTION else []  # older stores may hold parts of answers
         parts += [] if self.document_end == EOS else [f"document_end {self.document_end}"]

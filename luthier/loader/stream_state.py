@@ -33,7 +33,7 @@ from luthier.records import Ints
 from luthier.writing import JsonObject, counted, write_text
 
 DATA = "identity of the data"
-CHANGED = "its rows, their tokenizer or their chat template have changed: "
+CHANGED = "its rows, their tokenizer or their chat template have changed, or versions of the libraries that read them: "
 
 STATE_VERSION = 3  # 2: rows were ordered by other rules
 STATE_FILE = "loader_state.json"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import pickle
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 
 from luthier.config.inputs import ModelConfig, TemplateConfig
-from luthier.encoding.encoder import Encoder
+from luthier.encoding.encoder import LIBRARIES, Encoder
 from luthier.errors import RowError, TemplateError
 from luthier.records import Address, Conversation, Document, Image, Message, Text, Thinking
 from tests.conftest import refused
@@ -117,6 +118,16 @@ def test_whatever_changes_a_sample_changes_the_fingerprint(
     )
     again = Encoder(ModelConfig(name_or_path="preset:tiny-qwen3"), TemplateConfig())
     assert other.fingerprint != encoder.fingerprint == again.fingerprint
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_samples_of_another_version_of_a_library_are_not_taken(
+    name: str, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = version(name)
+    known = encoder.fingerprint
+    monkeypatch.setattr("luthier.encoding.encoder.version", lambda of: installed + ".1" if of == name else version(of))
+    assert Encoder(ModelConfig(name_or_path="preset:tiny-qwen3"), TemplateConfig()).fingerprint != known
 
 
 def test_an_encoder_survives_the_way_to_a_worker(encoder: Encoder) -> None:
