@@ -231,6 +231,7 @@ def make_trainer(setup: RunSetup) -> Trainer:
             run_model.model, folder, tokenizer, processor=run_model.processor, weights=weights
         ),
         save_state=partial(_save_state, setup, losses),
+        note=hooks.note,
     )
     trainer = Trainer(run_model.model, arguments, parts, _callbacks(setup, parts, evaluates=evaluates))
     processes.check_in_force(trainer.accelerator, run_precision(config))

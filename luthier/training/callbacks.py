@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler
 
 from luthier.config.choices import Strategy
 from luthier.config.schema import EvalConfig, RunConfig
+from luthier.errors import UserError
 from luthier.loader.plan import StreamPlan
 from luthier.models.adapter_targets import collapse
 from luthier.training.losses import by_source
@@ -196,6 +199,61 @@ class Unreached(TrainerCallback):  # type: ignore[misc]
                     "Until one does, nothing is learned there"
                 )
             )
+
+
+class Callbacks(CallbackHandler):  # type: ignore[misc]
+    """The callbacks of a run and, behind them, its trackers, which see the epoch that `Flow` has counted.
+
+    A tracker that fails before the first step ends the run: it can be mended at once. One that fails later hears no
+    more, which is told, and the run goes on: its own log needs no tracker.
+    """
+
+    callbacks: list[TrainerCallback]
+
+    def __init__(
+        self,
+        callbacks: list[TrainerCallback],
+        model: nn.Module,
+        processing_class: object,
+        trackers: list[str],
+        *,
+        note: Callable[[str], None],
+    ) -> None:
+        super().__init__(callbacks, model, processing_class, None, None)
+        self.note = note
+        self.trackers: list[TrainerCallback] = []
+        for tracker in get_reporting_integration_callbacks(trackers):
+            try:
+                self.trackers.append(tracker())
+            except Exception as error:
+                raise _unusable(tracker, error) from error
+
+    def call_event(self, event: str, args: object, state: object, control: TrainerControl, **facts: Any) -> Any:
+        """Call an event of all callbacks and trackers; what the last of them has made of ``control``. Raises
+        `UserError` for a tracker that does not begin."""
+        control = super().call_event(event, args, state, control, **facts)
+        everyone = self.callbacks
+        for tracker in tuple(self.trackers):
+            self.callbacks = [tracker]
+            try:
+                control = super().call_event(event, args, state, control, **facts)
+            except Exception as error:
+                if event in ("on_init_end", "on_train_begin"):
+                    raise _unusable(type(tracker), error) from error
+                self.trackers.remove(tracker)
+                self.note(f"{_in_words(type(tracker), error)}. It hears no more of this run, which goes on")
+            finally:
+                self.callbacks = everyone
+        return control
+
+
+def _in_words(tracker: type[TrainerCallback], error: Exception) -> str:
+    return f"the tracker {tracker.__name__.removesuffix('Callback')} fails: {type(error).__name__}: {error}"
+
+
+def _unusable(tracker: type[TrainerCallback], error: Exception) -> UserError:
+    hint = "set it up as its own documentation says, or leave it out"
+    return UserError(_in_words(tracker, error), hint=hint, key="tracking.report_to")
 
 
 class Journal(TrainerCallback):  # type: ignore[misc]

@@ -25,10 +25,9 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
-from transformers.trainer_callback import CallbackHandler, ExportableState
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import speed_metrics, validate_quantization_for_training
 
 from luthier.config.optimizers import OPTIMIZERS
@@ -39,7 +38,7 @@ from luthier.models.passes import RouterBalance
 from luthier.models.sharding import restore_weights
 from luthier.records import Address, Batch
 from luthier.training import losses as step_losses
-from luthier.training.callbacks import Meter
+from luthier.training.callbacks import Callbacks, Meter
 from luthier.training.folder import checkpoint as checkpoints
 from luthier.training.folder import state as states
 from luthier.training.folder.checkpoint import taking_over
@@ -58,9 +57,9 @@ class TrainerParts:
     losses        what is minimised; ``eval_losses``: what is measured on held-out rows
     measured      names of what is reported of each step beside its loss
     processing_class  the tokenizer that callbacks get; None where the caller has brought no callbacks
-    save_model    writes weights, config and tokenizer into a folder (main process only); of a sharded model the whole
-                  weights come along
+    save_model    writes weights (a sharded model's: as given), config and tokenizer into a folder (main process only)
     save_state    adds the loader's state and the run description to a checkpoint's folder
+    note          tells an incident in words
     """
 
     config: RunConfig
@@ -75,6 +74,7 @@ class TrainerParts:
     processing_class: PreTrainedTokenizerBase | None
     save_model: Callable[[Path, dict[str, torch.Tensor] | None], None]
     save_state: Callable[[Path, int], None]
+    note: Callable[[str], None]
 
 
 class Trainer:
@@ -113,9 +113,7 @@ class Trainer:
         self._last_update: dict[str, Any] = {}
         self.in_backward: BackwardUpdates | None = None
         self._loss_of_run = torch.zeros((), dtype=torch.float64, device=args.device)
-        # our callbacks come first: trackers are to see the epoch that `Flow` counts
-        trackers = get_reporting_integration_callbacks(args.report_to)
-        self.callback_handler = CallbackHandler([*callbacks, *trackers], model, parts.processing_class, None, None)
+        self.callback_handler = Callbacks(callbacks, model, parts.processing_class, args.report_to, note=parts.note)
         self.callback_handler.train_dataloader = parts.stream
         self.callback_handler.eval_dataloader = parts.eval_stream
         self.control = TrainerControl()

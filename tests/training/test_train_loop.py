@@ -23,6 +23,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.integrations import TensorBoardCallback
 
 import luthier
 from luthier.config.choices import SCHEDULERS
@@ -32,6 +33,7 @@ from luthier.presets import model_folder
 from luthier.records import Batch
 from luthier.training.fit import fit_data
 from luthier.training.report import Ended, RunResult
+from luthier.training.report.events import Event, EventListener, Note
 from luthier.training.streams import TrainStream
 from tests.programs import run_program
 
@@ -90,9 +92,11 @@ class Switching(TrainerCallback):  # type: ignore[misc]
 
 @pytest.fixture
 def run(tmp_path: Path, tokenizer: Tokenizer) -> Run:
-    def train(*callbacks: TrainerCallback, folder: str = "run", **changes: Any) -> RunResult:
+    def train(
+        *callbacks: TrainerCallback, folder: str = "run", on_event: EventListener | None = None, **changes: Any
+    ) -> RunResult:
         config = make_config(tmp_path / folder, **{**RUN, **changes})
-        return fit_data(config, tokenizer, DATA, callbacks=callbacks)
+        return fit_data(config, tokenizer, DATA, callbacks=callbacks, on_event=on_event)
 
     return train
 
@@ -323,6 +327,29 @@ def test_tensorboard_gets_every_number_of_the_log(run: Run, tmp_path: Path, monk
     assert evaluated == pytest.approx({each.step: each.loss for each in result.evals}, rel=1e-6)
     epochs = {event.step: event.value for event in board.Scalars("train/epoch")}
     assert [epochs[step] for step in (1, 2, 3, 4)] == [0.5, 1.0, 1.5, 2.0]
+
+
+def test_a_tracker_that_fails_at_its_beginning_ends_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorBoardCallback, "on_train_begin", _no_server)
+    with pytest.raises(UserError) as caught:
+        run(tracking__report_to=["tensorboard"])
+    assert caught.value.key == "tracking.report_to"
+
+
+def test_a_tracker_that_fails_later_is_told_once_and_the_run_goes_on(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Event] = []
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    monkeypatch.setattr(TensorBoardCallback, "on_log", _no_server)
+    plain = run(folder="plain")
+    tracked = run(tracking__report_to=["tensorboard"], on_event=heard.append)
+    assert [step.loss for step in tracked.steps] == [step.loss for step in plain.steps]
+    assert len([each for each in heard if isinstance(each, Note) and "TensorBoard" in each.text]) == 1
+
+
+def _no_server(*_: object, **facts: object) -> None:
+    raise ConnectionError("nobody answers")
 
 
 TRACKED_BY_MLFLOW = """
