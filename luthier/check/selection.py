@@ -31,7 +31,7 @@ from luthier.loader.settings import Loaded, eval_settings, media_of, plan_of_run
 from luthier.packing import UnitKind
 from luthier.packing.epoch import EpochPlan, plan_epoch
 from luthier.preparation import Prepared, PreparedSet
-from luthier.preparation.segments import SegmentIndex
+from luthier.preparation.segments import SegmentIndex, cuts_prompts
 from luthier.records import Address, Pack, Row, Sample
 from luthier.sources import RowBytes
 from luthier.sources.origins import resolve_sources
@@ -438,7 +438,7 @@ class TrainingAccount:
         too_long = RowDropped(
             "too_long", f"{counted(longest, 'token')}, data.max_length is {most}", address=sample.address
         )
-        if self._units is not UnitKind.NONE and overflow is Overflow.TRUNCATE:
+        if self._units is not UnitKind.NONE and cuts_prompts(overflow, self._units):
             prompt = sample.branches[0].length
             kept = cut_prompt(sample.prompt_turns, prompt, room=most - (longest - prompt))
             return too_long if kept is None else None

@@ -392,9 +392,9 @@ def cut_units(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflo
                     f"data.max_length is {max_length}",
                     hint="raise data.max_length, or set data.overflow to drop or truncate",
                 )
-        case Overflow.DROP | Overflow.KEEP_ANSWER:
+        case Overflow.DROP | Overflow.KEEP_ANSWER if not cuts_prompts(overflow, units):
             pass
-        case Overflow.TRUNCATE:
+        case Overflow.TRUNCATE | Overflow.KEEP_ANSWER:
             for count, row in enumerate(np.flatnonzero(too_long).tolist(), start=1):
                 if count % READ_AT_A_TIME == 0:
                     prepared.store.release()
@@ -407,6 +407,12 @@ def cut_units(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflo
         case _:
             raise AssertionError(f"unknown overflow policy {overflow!r}")
     return cuts
+
+
+def cuts_prompts(overflow: Overflow, units: UnitKind) -> bool:
+    """Whether a prompt that is too long loses messages here. Under ``KEEP_ANSWER`` it has done so when it was encoded,
+    but for the end behind the last target."""
+    return overflow is Overflow.TRUNCATE or (overflow is Overflow.KEEP_ANSWER and units is UnitKind.REWARDS)
 
 
 def _cut_prompt_of(prepared: PreparedSet, row: int, leaves: Leaves, ends: Ints, cuts: Cuts, max_length: int) -> None:

@@ -90,7 +90,7 @@ def test_pairs_whose_prompt_is_cut_lose_the_same_messages_and_no_token_of_an_ans
     index.ledger.check(max_drop=0.9)
 
 
-@pytest.mark.parametrize("overflow", [Overflow.DROP, Overflow.TRUNCATE])
+@pytest.mark.parametrize("overflow", [Overflow.DROP, Overflow.TRUNCATE, Overflow.KEEP_ANSWER])
 def test_answers_that_are_judged_at_their_last_token_keep_it(tmp_path: Path, overflow: Overflow) -> None:
     """Else one answer of a pair would be judged at its stop token, and the other behind it."""
     ended = [compared_sample(0, 20, [10, 6], turns=(3, 8, 15)), compared_sample(1, 20, [6, 5], turns=(3, 8, 15))]
