@@ -31,7 +31,17 @@ from luthier.models import adapters, find_parts, output_layer, plain_model, rout
 from luthier.models.model import run_device, run_precision, use_liger
 from luthier.training.callbacks import is_greater_better
 from luthier.training.updates import BlockAdamW, Group, MuonWithAdamW, OffloadedOptimizer, tell_projectors
-from luthier.writing import counted
+from luthier.writing import counted, flatten
+
+
+class RunArguments(TrainingArguments):  # type: ignore[misc]
+    """Arguments that tell trackers the run description, too, by its own keys: transformers knows no data, objective and
+    adapter of ours."""
+
+    described: dict[str, object]
+
+    def to_dict(self) -> dict[str, object]:
+        return {**super().to_dict(), **self.described}
 
 
 def training_arguments(
@@ -81,12 +91,13 @@ def training_arguments(
         "ddp_find_unused_parameters": False,
     }
     try:
-        found = TrainingArguments(**arguments)
+        found = RunArguments(**arguments)
     except ValueError as error:
         raise ConfigError([Problem(where=UNPLACED, key="train", what=str(error).strip())]) from error
     # for callbacks and trackers, too: what transformers would refuse, or act by
     if found.optim != train.optim:
         found.optim = train.optim
+    found.described = flatten(config.model_dump(mode="json", exclude_defaults=True))
     found.torch_compile = train.torch_compile
     found.load_best_model_at_end = config.eval.load_best_model_at_end
     return found

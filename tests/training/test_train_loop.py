@@ -380,6 +380,7 @@ assert (failed.info.run_name, failed.info.status, len(held)) == ("fails", "FAILE
 losses = mlflow.MlflowClient().get_metric_history(found.info.run_id, "loss")
 losses.sort(key=lambda each: each.step)  # they are written in the background, two at a time
 told = {"name": found.info.run_name, "status": found.info.status, "rate": found.data.params["learning_rate"],
+        "described": found.data.params["train.learning_rate"],
         "losses": [each.value for each in losses], "expected": [step.loss for step in result.steps]}
 (folder / "told.json").write_text(json.dumps(told))
 """
@@ -398,6 +399,7 @@ def test_mlflow_gets_every_loss_and_a_run_ends_there_also_where_it_fails(
     run_program(program, [str(tmp_path), str(Path(__file__).parent)], said=tmp_path / "said", environment=environment)
     told = json.loads((tmp_path / "told.json").read_text())
     assert (told["name"], told["status"], told["rate"]) == ("a name", "FINISHED", "0.001")
+    assert told["described"] == told["rate"]
     assert len(told["losses"]) == 4 and told["losses"] == pytest.approx(told["expected"])
 
 
