@@ -245,28 +245,36 @@ class NotExpressible(UserError):
     """Ollama's language cannot say what this template does, or nothing shows that it does."""
 
 
-def modelfile(model: Path, parity: Parity, tokenizer: Any, num_ctx: int, model_type: str = "") -> tuple[str, list[str]]:
-    """The text of a Modelfile for a GGUF file beside it, and what is to be told. ``tokenizer`` is transformers', and
-    ``model_type`` the name of its model's family."""
+def modelfile(
+    model: Path, parity: Parity, tokenizer: Any, num_ctx: int, model_type: str = "", system: str | None = None
+) -> tuple[str, list[str]]:
+    """The text of a Modelfile for a GGUF file beside it, and what is to be told. ``tokenizer`` is transformers',
+    ``model_type`` the name of its model's family, ``system`` what training told conversations without a system message.
+    """
     lines = [f"FROM ./{model.name}"]
     for stop in parity.stops:
         text = str(tokenizer.convert_ids_to_tokens(stop))
         if '"' not in text and text.isprintable():
             lines.append(f'PARAMETER stop "{text}"')
     lines.append(f"PARAMETER num_ctx {num_ctx}")
+    left = []
+    if system is not None and ('"""' in system or system.endswith('"')):
+        left.append(f"{MODELFILE} has no SYSTEM: Ollama cannot read its quotation marks")
+    elif system is not None:
+        lines.append(f'SYSTEM """{system}"""')
     if model_type.startswith(RENDERED_BY_OLLAMA):
         note = (
             f"{MODELFILE} has no TEMPLATE: Ollama writes prompts of {model_type} by its own code, whatever a file says"
         )
-        return "\n".join(lines) + "\n", [f"{note}; llama-server --jinja uses the template that was trained with"]
+        return "\n".join(lines) + "\n", [*left, f"{note}; llama-server --jinja uses the template that was trained with"]
     try:
         shape = proven_shape(parity, tokenizer)
     except NotExpressible as error:
         note = f"{MODELFILE} has no TEMPLATE ({error.message}): see docs/export.md, Ollama, for what Ollama does then"
-        return "\n".join(lines) + "\n", [note]
+        return "\n".join(lines) + "\n", [*left, note]
     proven = counted(len(parity.prompts), "golden prompt")
     note = f"{MODELFILE} has a TEMPLATE, which makes the ids of {proven}, all that there are"
-    return "\n".join([*lines, f'TEMPLATE """{shape.in_go()}"""']) + "\n", [note]
+    return "\n".join([*lines, f'TEMPLATE """{shape.in_go()}"""']) + "\n", [*left, note]
 
 
 def proven_shape(parity: Parity, tokenizer: Any) -> TemplateShape:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -38,7 +37,7 @@ from luthier.models.adapter_files import existing_settings, give_back_freed, lea
 from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
 from luthier.prediction import TrainedRun, open_run
 from luthier.training.folder import FILES, reported
-from luthier.training.folder.artifacts import merged_card, plain_tokenizer, save_model
+from luthier.training.folder.artifacts import given_beside, merged_card, plain_tokenizer, save_model
 from luthier.training.folder.checkpoint import BROKEN, put_back, replacing
 from luthier.training.folder.run_folder import MERGED_FOLDER, MODEL_FOLDER
 from luthier.writing import counted, rename
@@ -308,7 +307,8 @@ def _converted(
     if section.modelfile:
         said, _ = PretrainedConfig.get_config_dict(str(export.whole))
         family = str(said["model_type"])
-        text, told = gguf.modelfile(model, parity, tokenizer, export.run.config.data.max_length, family)
+        run = export.run.config
+        text, told = gguf.modelfile(model, parity, tokenizer, run.data.max_length, family, run.template.default_system)
         (export.place / gguf.MODELFILE).write_text(text, encoding="utf-8")
     if name is not None:
         told.append(
@@ -345,7 +345,7 @@ def _with_adapter(run: TrainedRun) -> tuple[TrainedRun, list[str]]:
     if not run.config.train.enabled:
         section = section.model_copy(update={"type": AdapterType.LORA})  # a whole one would be read in float32
         run = replace(run, config=run.config.model_copy(update={"adapter": section}))
-    notes = []
+    notes = given_beside(run.config)
     if run.config.model.quantization.type is not QuantizationType.NONE and run.adapter is not None:
         notes.append(f"the base of {run.config.model.quantization.type} is made whole before the adapter is merged")
     notes += _named_base(run)
@@ -437,9 +437,7 @@ def _card(run: TrainedRun, dtype: str) -> str:
     path = Path(run.adapter or run.config.model.name_or_path).expanduser() / CARD
     text = merged_card(path.read_text(encoding="utf-8")) if path.is_file() else "---\nlibrary_name: transformers\n---\n"
     lines = [f"Merged and exported by Luthier {__version__}, weights in {dtype}."]
-    if kwargs := run.config.template.kwargs:
-        told = json.dumps(kwargs, ensure_ascii=False)
-        lines.append(f"Give the chat template these variables, as training did (`chat_template_kwargs`): `{told}`.")
+    lines += [line for line in given_beside(run.config) if line not in text]
     lines.append(f"`{PARITY_FILE}`, if here, holds golden cases: `luthier export --check DIR` compares with them.")
     return text.rstrip("\n") + "\n\n## Export\n\n" + "\n".join(lines) + "\n"
 

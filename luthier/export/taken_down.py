@@ -40,6 +40,7 @@ from luthier.engines.local import LocalEngine
 from luthier.errors import RowError, SourceError, UserError
 from luthier.export.checks import logprobs_at, media_arrays
 from luthier.prediction import TrainedRun
+from luthier.rendering.other_rows import with_system
 from luthier.sources.origins import resolve_sources
 from luthier.sources.source import open_sources
 from luthier.training.folder.artifacts import transformers_tokenizer
@@ -201,6 +202,8 @@ def golden_prompts(run: TrainedRun, rows: Iterable[EncodedRow]) -> tuple[list[Go
         history = history_of(each.row)
         if history is None:
             continue
+        told = with_system(history.messages, run.config.template.default_system)  # others are to send it
+        history = replace(history, messages=told)
         texts = [part.text for message in history.messages for part in message.parts if isinstance(part, records.Text)]
         (sample,) = run.encoder.encode_many([as_prompt(history)])
         golden = None
@@ -395,7 +398,8 @@ def golden_pictures(run: TrainedRun, engine: LocalEngine, measured: TakenDown) -
                 files.append(content.read(0, MAX_PICTURE_BYTES + 1))
         if sum(map(len, files)) > MAX_PICTURE_BYTES:
             continue
-        messages = [plain_message(message, parts=True) for message in history.messages]
+        told = with_system(history.messages, run.config.template.default_system)
+        messages = [plain_message(message, parts=True) for message in told]
         sample = run.encoder.encode(as_prompt(with_pictures(messages, files)))
         prompt = sample.input_ids
         if context.golden.ids[: len(prompt)] != prompt.tolist() or len(sample.media) != len(context.media):

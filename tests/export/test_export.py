@@ -861,3 +861,20 @@ def test_a_folder_has_no_other_chat_template_than_the_one_of_the_run(
         save_tokenizer(load_tokenizer(source), tmp_path / "own")
         written, wanted = (folder / "tokenizer_config.json" for folder in (tmp_path / "own", source))
         assert written.read_bytes() == wanted.read_bytes(), "the template of the run itself stays where it was"
+
+
+def test_the_system_message_that_training_gave_is_told_and_in_the_golden_prompts(world: World, tmp_path: Path) -> None:
+    """It is no part of the template: whoever uses the folder has to send it."""
+    described = {"model": str(world.base), "data": {"eval": "preset:skills"}, "train": {"enabled": False}}
+    path, folder, system = tmp_path / "described.json", tmp_path / "exported", "Talk like a pirate."
+    path.write_text(json.dumps({**described, "template": {"default_system": system}}))
+    done = luthier.export_run(path, ExportOptions(to=folder))
+    assert done.ok and any(system in note for note in done.notes)
+    assert system in (folder / "README.md").read_text(encoding="utf-8")
+    prompts, tokenizer = read_parity(folder).prompts, AutoTokenizer.from_pretrained(folder)
+    assert prompts and luthier.check_export(folder).ok
+    told = [golden.messages[0] for golden in prompts]
+    assert {"role": "system", "content": system} in told and {message["role"] for message in told} == {"system"}
+    for golden in prompts:
+        asked = {"tools": golden.tools or None, "add_generation_prompt": True}
+        assert tokenizer.apply_chat_template(golden.messages, **asked)["input_ids"] == golden.ids

@@ -278,3 +278,11 @@ def test_what_an_export_would_not_follow_is_refused(
     with pytest.raises(UserError) as caught:
         export_run(described, ExportOptions(to=tmp_path / "x", data=data, proof=False), overrides=given)
     assert named in str(caught.value.hint)
+
+
+def test_ollama_is_told_the_system_message_of_training(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML
+    text, _ = modelfile(Path("some.gguf"), parity(tokenizer, HISTORY), tokenizer, 64, system="Be brief.")
+    assert 'SYSTEM """Be brief."""\n' in text
+    left, notes = modelfile(Path("some.gguf"), parity(tokenizer, HISTORY), tokenizer, 64, system='Say """.')
+    assert "SYSTEM" not in left and any("SYSTEM" in note for note in notes)

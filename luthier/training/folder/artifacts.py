@@ -213,12 +213,26 @@ def model_card(result: RunResult, config: RunConfig) -> str:
         ("Results", _results(result, config)),
     ):
         lines += [f"## {heading}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
+    if given := given_beside(config):
+        lines += ["## Prompts", "", *given, ""]
     lines += [
         "The held-out rows are of the same sources as the training rows unless the configuration names others; the",
         "results say nothing of other data. Nothing else was evaluated.",
         "",
     ]
     return "\n".join(lines)
+
+
+def given_beside(config: RunConfig) -> list[str]:
+    """What training gave to prompts and the chat template alone does not, in sentences for those who use the model."""
+    kwargs, system, found = config.template.kwargs, config.template.default_system, list[str]()
+    if kwargs:
+        told = json.dumps(kwargs, ensure_ascii=False)
+        found.append(f"Give the chat template these variables, as training did (`chat_template_kwargs`): `{told}`.")
+    if system is not None:
+        told = json.dumps(system, ensure_ascii=False)
+        found.append(f"Send this system message where a conversation has none, as training did: `{told}`.")
+    return found
 
 
 def merged_card(text: str) -> str:
