@@ -32,7 +32,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.replies import ReplyReader
 from luthier.engines import Finish, NewTokens, Refusal, Request, Session
 from luthier.engines.local import LocalEngine
-from luthier.errors import ModelError, RowError, UserError, install_hint
+from luthier.errors import ModelError, RowError, TemplateError, UserError, install_hint
 from luthier.loader.settings import media_of
 from luthier.models import ungenerated
 from luthier.models.adapter_files import load_to_answer, merge_first
@@ -274,7 +274,8 @@ class Dialogue:
     """The messages so far, and the model that answers them. Use it in a ``with`` block, which ends its thread.
     ``session`` answers in place of the run's own model.
 
-    Raises `TemplateError` where tools are given whose calls cannot be read back under the run's chat template.
+    Raises `TemplateError` where tools are given that the run's chat template does not show, or whose calls cannot be
+    read back under it.
     """
 
     run: TrainedRun
@@ -284,6 +285,10 @@ class Dialogue:
     session: Session | None = None
 
     def __post_init__(self) -> None:
+        template = self.run.encoder.tokenizer.template
+        if self.tools and template is not None and "tools" not in template.variables:
+            hint = "offer no tools, or choose another template (template.chat_template)"
+            raise TemplateError("the chat template of this model shows it no tools", hint=hint)
         self._reader(np.zeros(0, dtype=np.int32))
         self._session = self.session or self.run.engine(batch_size=1).session()
         self._keys = count()
@@ -329,7 +334,7 @@ class Dialogue:
                     raise RowError(new.reason, new.detail)
                 ids += new.ids.tolist()
                 finish = new.finish
-                tell(reader.feed(new.ids))
+                tell(reader.feed(new.ids[:-1] if finish is Finish.STOP else new.ids))
         except KeyboardInterrupt:
             pass
         finally:

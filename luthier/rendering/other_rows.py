@@ -18,6 +18,8 @@ from luthier.rendering.targets import closing_weight, cut_answer, part_weight
 from luthier.rendering.template import Recording
 from luthier.rendering.text_references import common_length
 
+TOOLS_UNSHOWN = "rows with tools, which the chat template does not show"
+
 # --------------------------------------------------------------------------------------------------------------------
 # Rows that are compared, as conversations of which only the continuation is learned.
 #

@@ -243,12 +243,12 @@ class Renderer:
         """The row with the run's system message and rules, and thinking as the template takes it."""
         messages = other_rows.with_system(row.messages, self.policy.default_system)
         row = apply_rules(row if messages is row.messages else replace(row, messages=messages), self.policy.rules)
+        if row.tools and "tools" not in template.variables:
+            row = replace(row, notes=(*row.notes, (other_rows.TOOLS_UNSHOWN, 1)))
         thoughts = thoughts_of(row.messages)
         written = [thought for thought in thoughts if thought.written is not None]
         if written and not self._knows_thinking(template):
-            notes = row.notes
-            if self._has_letters_for_tags(row):
-                notes = (*notes, (THOUGHT_IN_LETTERS, 1))
+            notes = (*row.notes, *([(THOUGHT_IN_LETTERS, 1)] if self._has_letters_for_tags(row) else []))
             row = replace(row, messages=tuple(map(with_thinking_in_text, row.messages)), notes=notes)
         elif [thought for thought in thoughts if not thought.text]:
             row = replace(row, messages=tuple(map(without_empty_thinking, row.messages)))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from luthier.__main__ import run as run_command
 from luthier.cli.chat import _path, media_part
 from luthier.encoding import as_prompt
 from luthier.engines import Finish, NewTokens, OnTokens, Refusal, Request
-from luthier.errors import UserError
+from luthier.errors import TemplateError, UserError
 from luthier.prediction import Dialogue, TrainedRun, open_run, with_thinking
 from luthier.records import Message, Text, Thinking, ToolCall
 from luthier.rendering.replies.learning import declared
@@ -386,3 +386,22 @@ def test_a_path_may_stand_in_quotation_marks_as_in_a_shell(tmp_path: Path) -> No
         assert _path(text) == "my cat.png"
     for text in (str(tmp_path / "it's mine.png"), "it's", "a b", ""):
         assert _path(text) == text
+
+
+def test_tools_that_the_template_does_not_show_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "plain.jinja"
+    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    file.write_text(turns + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    run = open_run(Path("preset:tiny-qwen3"), [f"template.chat_template={file}"])
+    with Dialogue(run=run), refused(TemplateError):  # without tools it opens
+        Dialogue(run=run, tools=[declared(SEND)])
+
+
+def test_a_token_that_the_settings_stop_at_is_no_part_of_the_answer(
+    piped: Piped, scripted: Scripted, opened: TrainedRun
+) -> None:
+    """As `luthier serve` and `luthier predict` tell it."""
+    ids = opened.encoder.tokenizer.encode_whole("North.").tolist()
+    scripted.replies.append(ids)
+    told: Any = piped("Which way?")
+    assert told["messages"][-1]["content"] == opened.encoder.tokenizer.decode(ids[:-1])

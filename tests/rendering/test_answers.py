@@ -12,6 +12,7 @@ from luthier.presets.named_templates import named_template
 from luthier.records import Conversation, Message, Thinking, ToolCall
 from luthier.rendering import ControlTokens
 from luthier.rendering.answers import require_answer
+from luthier.rendering.other_rows import TOOLS_UNSHOWN
 from luthier.rendering.render import THOUGHT_IN_LETTERS
 from luthier.rendering.targets import TargetPolicy
 from tests.conftest import reason_is
@@ -343,6 +344,12 @@ def test_tags_of_a_thought_that_are_learned_as_letters_are_counted(allowed: froz
     notes = dict(renderer(policy=TargetPolicy(allowed=allowed)).fill(row).notes)
     assert (THOUGHT_IN_LETTERS in notes) == is_noted
     assert "template.control" in THOUGHT_IN_LETTERS, "the note says the way out"
+
+
+@pytest.mark.parametrize("source, is_noted", [(CHATML, True), ("{{ tools | tojson if tools }}" + CHATML, False)])
+def test_rows_with_tools_that_the_template_does_not_show_are_counted(source: str, is_noted: bool) -> None:
+    row = conversation(user("u"), assistant("Yes."), tools=({"type": "function", "function": {"name": "f"}},))
+    assert (TOOLS_UNSHOWN in dict(renderer(source).fill(row).notes)) == is_noted
 
 
 def test_a_row_without_a_thought_and_a_template_that_reads_thoughts_have_no_such_note() -> None:
