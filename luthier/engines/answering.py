@@ -327,8 +327,10 @@ class Answering:
             )[0, width:].cpu()
         new = _up_to_its_end(row, out_T.tolist(), tokenizer)
         ids = np.concatenate([prompt, new]).astype(np.int32)
-        for token, logprob in zip(new, answerer.scored(ids, len(prompt), row.features).logprobs.tolist(), strict=True):
-            row.add(token, logprob, ([], []), tokenizer)
+        told = answerer.scored(ids, len(prompt), row.features, asked.request.top_logprobs)
+        tops = zip(told.top_ids.tolist(), told.top_logprobs.tolist(), strict=True)
+        for token, logprob, top in zip(new, told.logprobs.tolist(), tops, strict=True):
+            row.add(token, logprob, top, tokenizer)
         self._tell_end(row)
 
     @contextmanager

@@ -177,6 +177,8 @@ class Api:
                 400, "top_logprobs needs logprobs: true", code="invalid_value", param="top_logprobs"
             )
         tools = None if body.tool_choice == "none" else body.tools
+        shown = partial(self.served.prompts.check_shown, body.messages, tools, body.chat_template_kwargs)
+        await self._made(request, shown)
         prompt = await self._prompt(request, body.messages, tools, body.chat_template_kwargs, self._fits(body))
         ids = prompt.input_ids
         settings = self._settings(name, body, ids)
@@ -242,18 +244,24 @@ class Api:
         strings, tokenizer = questions[0].settings.stop_strings, self.served.tokenizer
         asked = ClientRequest(
             questions=tuple(questions),
-            readers=tuple(asking.TextReader(tokenizer, strings) for one in questions for _ in range(one.num_samples)),
+            readers=tuple(
+                asking.TextReader(tokenizer, strings, behind=one.prompt.tolist())
+                for one in questions
+                for _ in range(one.num_samples)
+            ),
             model=name,
             is_chat=False,
             logprobs=body.logprobs is not None,
             token_ids=bool(body.return_token_ids),
             answered=body.max_tokens != 0,
-            echoes=tuple([await self._echo(request, name, ids, body) for ids in prompts]) if body.echo else (),
+            echoes=tuple([await self._echo(request, name, number, ids, body) for number, ids in enumerate(prompts)])
+            if body.echo
+            else (),
         )
         return await self._answer(request, asked, body)
 
-    async def _echo(self, request: Request, name: str, ids: Ids, body: serve.CompletionBody) -> Echo:
-        others = None
+    async def _echo(self, request: Request, name: str, number: int, ids: Ids, body: serve.CompletionBody) -> Echo:
+        others, sent = None, body.prompt if isinstance(body.prompt, str) else body.prompt[number]
         if body.logprobs is not None and len(ids) > 1:
             most = MOST_SCORES // self.served.tokenizer.vocab_size
             if len(ids) > most:
@@ -263,7 +271,8 @@ class Api:
                 )
                 raise serve.RefusedRequest(400, what, code="invalid_value", param="prompt")
             others = await self._made(request, partial(self._answering(name).score, ids, 1, top=body.logprobs))
-        return Echo(text=self.served.tokenizer.decode(ids), first=int(ids[0]), others=others)
+        text = sent if isinstance(sent, str) else self.served.tokenizer.decode(ids)
+        return Echo(text=text, first=int(ids[0]), others=others)
 
     async def _answer(self, request: Request, asked: ClientRequest, body: serve.SamplingBody) -> Response:
         teller, asked = self._tellers[asked.model], replace(asked, until=request.state.until)

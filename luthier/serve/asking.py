@@ -179,6 +179,9 @@ def settings_of(
         param = str(wrong["loc"][0])
         raise RefusedRequest(400, f"{param}: {wrong['msg']}", code="invalid_value", param=param) from None
     _check_samples(body, settings, limits)
+    if settings.num_beams == 1 and body.length_penalty not in (None, 1):
+        what = "length_penalty says nothing without beams"
+        raise RefusedRequest(400, what, code="invalid_value", param="length_penalty", hint="send num_beams, too")
     return settings
 
 
@@ -186,6 +189,9 @@ def longest_of(body: SamplingBody, limits: ServeConfig) -> int | None:
     """The longest answer that a request asks for. Raises `RefusedRequest`."""
     asked, name = body.max_tokens, "max_tokens"
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        if asked is not None and asked != body.max_completion_tokens:
+            what = "max_tokens and max_completion_tokens are two names of one limit, and differ"
+            raise RefusedRequest(400, what, code="invalid_value", param="max_tokens")
         asked, name = body.max_completion_tokens, "max_completion_tokens"
     if asked is not None and asked > limits.max_tokens:
         what = f"{name} is {asked:,}, the limit is {limits.max_tokens:,}"
@@ -254,12 +260,16 @@ class MessageReader:
 
 
 class TextReader:
-    """The text of one answer as it comes: joined it is `Completion.text`. Half a character is held back."""
+    """The text of one answer as it comes. Half a character is held back.
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> None:
+    Joined it is `Completion.text`; or, ``behind`` the ids of a prompt, what the answer adds to the text of the prompt:
+    alone, many tokenizers decode an answer without the space that it begins with.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str], behind: Sequence[int] = ()) -> None:
         self._tokenizer, self._cutter = tokenizer, StopCutter(stop_strings)
-        self._ids: list[int] = []
-        self._shown = self._read = 0  # what was told last is the text of ids[shown:read]
+        self._ids = list(behind[-MOST_HELD:])
+        self._shown, self._read = 0, len(self._ids)  # what was told last is the text of ids[shown:read]
 
     def feed(self, new: NewTokens) -> ReplyDelta:
         """The text that the tokens add."""
@@ -273,7 +283,7 @@ class TextReader:
         if text.endswith(HALF_CHARACTER) and len(self._ids) - self._read < MOST_HELD and not is_last:
             return ""
         self._shown, self._read = self._read, len(self._ids)
-        return text[len(known) :]
+        return text[len(known if text.startswith(known) else known.rstrip(HALF_CHARACTER)) :]
 
 
 def reader_of(

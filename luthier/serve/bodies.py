@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,6 +90,7 @@ class Teller:
 
     def __init__(self, answers: Asker, tokenizer: Tokenizer) -> None:
         self.answers, self.tokenizer = answers, tokenizer
+        self._before = tokenizer.encode_whole("a")[-1:].tolist()
 
     async def whole(self, asked: ClientRequest) -> JsonObject:
         """The answers of a request, when all are finished. Raises `RefusedRequest`."""
@@ -202,18 +203,24 @@ class Teller:
             shown = [(echo.first, None, None, None), *([] if echo.others is None else _shown(echo.others))]
         shown += [] if new is None else _shown(new, whole=True)
         return {
-            "tokens": [self.tokenizer.decode([number]) for number, *_ in shown],
+            "tokens": [self._text(number) for number, *_ in shown],
             "token_logprobs": [logprob for _, logprob, *_ in shown],
-            "top_logprobs": [
-                None
-                if tops is None
-                else {self.tokenizer.decode([top]): one for top, one in zip(tops, values, strict=True)}
-                for _, _, tops, values in shown
-            ],
+            "top_logprobs": [None if tops is None else self._named(tops, values) for _, _, tops, values in shown],
         }
 
+    def _text(self, number: int) -> str:
+        """The text of a token behind another one: alone, many tokenizers decode it without the space it begins with."""
+        return self.tokenizer.decode([*self._before, number])[len(self.tokenizer.decode(self._before)) :]
+
+    def _named(self, tops: Sequence[int], values: Sequence[float]) -> dict[str, float]:
+        """The likeliest tokens, the likeliest first, by their texts: of two with one text the likelier."""
+        found: dict[str, float] = {}
+        for number, logprob in zip(tops, values, strict=True):
+            found.setdefault(self._text(number), logprob)
+        return found
+
     def _token(self, number: int, logprob: float) -> JsonObject:
-        text = self.tokenizer.decode([number])
+        text = self._text(number)
         is_whole = HALF_CHARACTER not in text  # else its bytes are those of a part of a character
         return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import re
 import sys
 import traceback
 from collections import Counter
@@ -223,9 +224,18 @@ class EventStream(Response):
         async with aclosing(self.events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for event in self.events:
-                await _chunk(send, msgspec.json.encode(event))
+                await _chunk(send, _LINE_ENDS.sub(_escaped, msgspec.json.encode(event)))
             await _chunk(send, b"[DONE]")
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+# What ends no line of an event stream, and a line of text as many clients read it (`str.splitlines`): in JSON it stands
+# in texts alone.
+_LINE_ENDS = re.compile(b"\xc2\x85|\xe2\x80[\xa8\xa9]")
+
+
+def _escaped(found: re.Match[bytes]) -> bytes:
+    return b"\\u%04x" % ord(found[0].decode())
 
 
 def _chunk(send: Send, data: bytes) -> Awaitable[None]:

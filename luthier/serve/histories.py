@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +18,13 @@ from luthier.config.schema import ServeConfig
 from luthier.encoding import as_prompt
 from luthier.encoding.encoder import Encoder, encode_rows
 from luthier.encoding.measuring import Measurer
+from luthier.encoding.replies import reply_form
 from luthier.engines import Ids
 from luthier.errors import RowError, TemplateError
 from luthier.media.families.table import decoder_of
 from luthier.media.files import MediaAccess
 from luthier.rendering.render import Renderer
+from luthier.rendering.replies.learning import TOOLS
 from luthier.sources import RawRow
 from luthier.sources.detect import detect_layout
 from luthier.sources.source import RowReader
@@ -69,6 +72,7 @@ class Histories:
     ) -> records.Segment:
         """A conversation that ends with an answer, as training shows it to a reward model: the better one of a pair.
         ``check`` is as in `of_messages`. Raises `RefusedRequest`."""
+        self.check_shown(messages, tools, kwargs)
         record = self._record(messages, tools)
         *history, last = record.messages
         if last.role != "assistant" or not history:
@@ -186,6 +190,28 @@ class Histories:
         if len(self._renderers) > MOST_VARIANTS:
             self._renderers.popitem(last=False)
         return made
+
+    def check_shown(
+        self,
+        messages: Sequence[serve.MessageBody],
+        tools: Sequence[Mapping[str, object]] | None,
+        kwargs: Mapping[str, object] | None,
+    ) -> None:
+        """Raises `RefusedRequest` for tools and calls that the chat template would leave out of the prompt."""
+        template = self.encoder.renderer.template
+        if tools and template is not None and "tools" not in template.variables:
+            what, hint = (
+                "the chat template of this model shows it no tools",
+                "leave them out, or serve another template",
+            )
+            raise serve.RefusedRequest(400, what, code="template", param="tools", hint=hint)
+        calling = next((number for number, message in enumerate(messages) if message.tool_calls), None)
+        if calling is None or template is None:
+            return
+        with suppress(TemplateError):  # of a template that no answer is known of, so no call is known to be lost
+            if TOOLS in reply_form(self.encoder.tokenizer, kwargs or None).absent:
+                what, param = "the chat template prints nothing for tool calls", f"messages[{calling}].tool_calls"
+                raise serve.RefusedRequest(400, what, code="dropped_by_template", param=param)
 
     def _check_variables(self, kwargs: Mapping[str, object]) -> None:
         tokenizer = self.encoder.tokenizer

@@ -118,13 +118,15 @@ def serve(
 
 class _Connection(H11Protocol):
     """A connection that is closed if for `KEPT_OPEN` seconds no request has come whole up to its body, however many
-    bytes of one have; and at once if it waits for one the longest, where all places are taken and another comes.
+    bytes of one have, or nothing of an answer was taken; and at once if it waits for a request the longest, where all
+    places are taken and another comes.
 
     uvicorn itself waits without end for the rest of a request's head, and so some hundred connections from anybody,
     without a token, would keep all others out.
     """
 
     _waiting: TimerHandle | None = None
+    _blocked: TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
@@ -143,8 +145,30 @@ class _Connection(H11Protocol):
         super().on_response_complete()
         self._watch()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look_at_reader(None)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_looking()
+
+    def _look_at_reader(self, left: int | None) -> None:
+        """``left``: what was to be sent when it was looked at before."""
+        waits = self.transport.get_write_buffer_size()
+        if left is not None and waits >= left:
+            self.transport.abort()
+        else:
+            self._blocked = self.loop.call_later(KEPT_OPEN, self._look_at_reader, waits)
+
+    def _stop_looking(self) -> None:
+        if self._blocked is not None:
+            self._blocked.cancel()
+            self._blocked = None
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._stop_looking()
         super().connection_lost(exc)
 
     def _watch(self) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Iterator
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +16,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import luthier
+from luthier.config.loading import load_config
 from luthier.config.schema import GenerateConfig
 from luthier.encoding.encoder import Encoder
-from luthier.engines import Completion, Request
+from luthier.engines import Completion, Finish, NewTokens, Request
 from luthier.engines.local import LocalEngine
-from luthier.presets import model_folder
-from tests.serve.conftest import ASK, TOKEN, Running, running
+from luthier.presets import model_folder, tokenizer_folder
+from luthier.serve.asking import TextReader
+from luthier.serve.bodies import Teller
+from tests.serve.conftest import ASK, TOKEN, Running, Scripted, running
 
 
 @pytest.fixture(scope="module")
@@ -228,3 +234,78 @@ def test_whoever_draws_an_answer_draws_the_same(server: Running, engine: LocalEn
     assert len({tuple(one.ids.tolist()) for one in found.values()}) > 15
     for key, one in found.items():
         assert np.allclose(one.logprobs, expected[key].logprobs, atol=1e-4)
+
+
+class Spelled:
+    """A tokenizer whose decoder drops the space that a text begins with, as SentencePiece's does."""
+
+    words = ("▁One", "▁two", "▁a", "b", "\ufffd", "\ufffd")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.words[number] for number in ids).replace("▁", " ").removeprefix(" ")
+
+    def encode_whole(self, text: str) -> np.ndarray[Any, Any]:
+        return np.array([self.words.index(f"▁{text}")])
+
+
+def new_tokens(ids: Sequence[int], tops: Sequence[Sequence[int]] = (), finish: Finish | None = None) -> NewTokens:
+    numbers = np.array(tops or [[]] * len(ids), dtype=np.int32).reshape(len(ids), -1)
+    return NewTokens(
+        key=0,
+        sample=0,
+        ids=np.array(ids, dtype=np.int32),
+        logprobs=np.full(len(ids), -0.5, dtype=np.float32),
+        top_ids=numbers,
+        top_logprobs=-np.arange(numbers.size, dtype=np.float32).reshape(numbers.shape),
+        finish=finish,
+    )
+
+
+def test_the_text_that_follows_a_prompt_keeps_the_space_that_it_begins_with() -> None:
+    tokenizer: Any = Spelled()
+    for pieces in ([[1, 2, 3]], [[1], [2], [3]]):
+        reader = TextReader(tokenizer, (), behind=[0])
+        told = [reader.feed(new_tokens(ids, finish=Finish.LENGTH if 3 in ids else None)).content for ids in pieces]
+        assert "".join(told) == " two ab"
+
+
+def test_a_character_that_begins_in_the_prompt_is_not_lost(encoder: Encoder) -> None:
+    *first, last = encoder.tokenizer.encode_whole("Gr\u00fc").tolist()
+    reader = TextReader(encoder.tokenizer, (), behind=first)
+    assert reader.feed(new_tokens([last], finish=Finish.LENGTH)).content == "\u00fc"
+
+
+def test_logprobs_name_tokens_with_their_spaces_and_of_two_with_one_name_the_likelier() -> None:
+    told: Any = Teller(None, Spelled())._text_logprobs(None, new_tokens([1, 3], [[1, 4, 5], [4, 5, 3]]))  # type: ignore[arg-type]
+    assert told["tokens"] == [" two", "b"]
+    assert told["top_logprobs"] == [{" two": 0, "\ufffd": -1}, {"\ufffd": -3, "b": -5}]
+
+
+def test_a_prompt_is_told_as_it_was_sent_without_the_begin_token_that_it_was_given(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tokenizer_folder("tiny"), tmp_path / "begins"))
+    said = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    begin: dict[str, Any] = {"id": "<|endoftext|>", "type_id": 0}
+    number = next(token["id"] for token in said["added_tokens"] if token["content"] == begin["id"])
+    single = [{"SpecialToken": begin}, {"Sequence": {"id": "A", "type_id": 0}}]
+    tokens = {begin["id"]: {"id": begin["id"], "ids": [number], "tokens": [begin["id"]]}}
+    said["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": tokens}
+    (folder / "tokenizer.json").write_text(json.dumps(said), encoding="utf-8")
+    model = {"name_or_path": "preset:tiny-qwen3", "tokenizer_name_or_path": str(folder)}
+    opening = Encoder.from_config(load_config({"model": model, "data": {}, "train": {"enabled": False}}))
+    (ids,) = opening.tokenizer.encode_runs(["One two"])
+    with running(opening, session := Scripted(lambda request: ids.tolist())) as server:
+        for prompt in ("One two", ["One two"], [number, *ids.tolist()]):
+            asked = {"prompt": prompt, "echo": True}
+            told = server.http.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+            assert session.asked[-1].prompt.tolist() == [number, *ids.tolist()]
+            assert told == ("" if isinstance(prompt[0], str) else begin["id"]) + "One twoOne two"
+
+
+def test_a_search_with_beams_tells_the_likeliest_tokens_too(client: openai.OpenAI, engine: LocalEngine) -> None:
+    asked: Any = {"model": "tiny", "messages": ASK, "max_tokens": 4, "logprobs": True, "top_logprobs": 3}
+    content = client.chat.completions.create(**asked, extra_body={"num_beams": 2}).choices[0].logprobs
+    assert content is not None and content.content
+    assert all(len(token.top_logprobs) == 3 for token in content.content)
+    prompt = luthier.encode_prompt(ASK, engine.tokenizer).input_ids.tolist()
+    expected = plain(engine, prompt)[-1].topk(3).values
+    np.testing.assert_allclose([one.logprob for one in content.content[0].top_logprobs], expected, atol=1e-4)

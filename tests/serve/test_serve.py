@@ -201,6 +201,8 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"n": 2, "temperature": 0}, 400, "n"),
     ({"max_tokens": 1_000_000}, 400, "max_tokens"),
     ({"max_completion_tokens": 4097}, 400, "max_completion_tokens"),
+    ({"max_completion_tokens": 5, "max_tokens": 4}, 400, "max_tokens"),
+    ({"length_penalty": 2}, 400, "length_penalty"),
     ({"max_tokens": 2048}, 400, "messages"),
     ({"temperature": -1}, 400, "temperature"),
     ({"temperature": "warm"}, 400, "temperature"),
@@ -506,3 +508,36 @@ def _until(condition: Any, seconds: float = HANG_SECONDS) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_every_line_of_a_stream_is_a_whole_event_for_clients_that_end_lines_elsewhere_too(encoder: Encoder) -> None:
+    """As `httpx.Response.iter_lines` does, at three characters that end no line of an event stream."""
+    text = "one\u2028two\u2029three\x85four"
+    (ids,) = encoder.tokenizer.encode_runs([text])
+    with running(encoder, Scripted(lambda request: ids.tolist())) as server:
+        body = {"messages": ASK, "stream": True}
+        with server.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        events = [json.loads(line) for line in lines if line != "[DONE]"]
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text
+
+
+def test_who_reads_nothing_of_an_answer_is_left_alone_after_a_while(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_module, "KEPT_OPEN", 1)
+    session = Scripted(lambda request: [70] * 40_000, step=500)
+    body = json.dumps({"prompt": "a", "stream": True, "logprobs": 20}).encode()
+    with running(encoder, session) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(HANG_SECONDS)
+        client.connect(("127.0.0.1", httpx.URL(server.url).port or 0))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        _until(lambda: bool(session.asked))
+        _until(lambda: not session.working and not server.gate.counts.active)
+        last = b"-"
+        with suppress(ConnectionError):
+            while more := client.recv(1 << 20):
+                last = (last + more)[-5:]
+        assert last != b"0\r\n\r\n", "it has not been sent to its end"

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 import luthier
+from luthier.config.loading import load_config
 from luthier.encoding.encoder import Encoder
 from luthier.engines import Finish
 from luthier.serve.asking import HALF_CHARACTER
@@ -176,3 +177,27 @@ def test_a_call_that_is_cut_off_is_told_as_far_as_it_was_drawn(encoder: Encoder)
         assert "weather" not in told["content"] or first is None or len(told["calls"]) == 1
         found.append(None if first is None else first[1])
     assert found[0] is None and whole in found and len(set(found)) > 5
+
+
+WITHOUT_TOOLS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + (
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_tools_and_calls_that_the_template_leaves_out_are_refused_where_an_answer_is_asked_for() -> None:
+    described = {"model": "preset:tiny-qwen3", "template": {"chat_template": WITHOUT_TOOLS}, "data": {}}
+    plain = Encoder.from_config(load_config({**described, "train": {"enabled": False}}))
+    calling = [
+        *ASKED,
+        {"role": "assistant", **ANSWERS["all"]},
+        {"role": "tool", "content": "Rain.", "tool_call_id": "a"},
+    ]
+    with running(plain, Scripted(lambda request: [70])) as server:
+        told = [
+            server.chat(messages=ASKED, tools=TOOLS).json()["error"]["param"],
+            server.chat(messages=calling).json()["error"]["param"],
+        ]
+        assert told == ["tools", "messages[1].tool_calls"]
+        assert server.chat(messages=ASKED, tools=TOOLS, tool_choice="none").status_code == 200
+        asked = {"messages": ASKED, "tools": TOOLS}  # what the model would be shown is told whatever is left out of it
+        assert server.http.post("/tokenize", json=asked).status_code == 200
