@@ -12,7 +12,6 @@ from luthier.config.adapters import check_adapter, check_blocks, check_features,
 from luthier.config.choices import Format
 from luthier.config.draft import Draft
 from luthier.config.inputs import SourceConfig
-from luthier.config.objective import OBJECTIVES
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.errors import Problem
 from luthier.writing import counted
@@ -155,7 +154,7 @@ def _generation(draft: Draft) -> Iterator[Problem]:
     if not _has_eval_data(draft):
         what = "answers are generated for held-out rows, and there is no eval data"
         yield draft.problem("eval.generate_rows", what, "for example data.eval_split: 0.05")
-    if not OBJECTIVES[config.objective.name].has_head:
+    if not config.objective.kind.has_head:
         what = f"a reward model answers nothing, and {draft.cite('objective.name')} is {config.objective.name}"
         yield draft.problem("eval.generate_rows", what, "remove it")
     if "judge" in config.eval.metrics and config.judge.url is None:
@@ -206,7 +205,7 @@ def _metric(draft: Draft) -> Iterator[Problem]:
     metric = config.eval.metric_for_best_model
     if not config.goes_by_metric:
         return  # it is not read then, which is told
-    known = ("loss", "accuracy") if losses.is_compared(config.objective) else ("loss", "perplexity", "token_accuracy")
+    known = ("loss", "accuracy") if config.objective.kind.rows.is_compared else ("loss", "perplexity", "token_accuracy")
     if metric not in known:
         what = f"evaluation gives no {metric} where {draft.cite('objective.name')} is {config.objective.name}"
         yield draft.problem("eval.metric_for_best_model", what, f"choose {' or '.join(known)}")
@@ -214,7 +213,7 @@ def _metric(draft: Draft) -> Iterator[Problem]:
 
 def _padding(draft: Draft) -> Iterator[Problem]:
     config = draft.config
-    longest = config.data.max_length * (2 if losses.is_compared(config.objective) else 1)  # two answers share a row
+    longest = config.data.max_length * (2 if config.objective.kind.rows.is_compared else 1)  # two answers share a row
     if config.train.pad_to_multiple_of > longest:
         what = (
             f"every row would be filled up to {counted(config.train.pad_to_multiple_of, 'token')}, and with "
@@ -256,7 +255,7 @@ def _step_size(draft: Draft) -> Iterator[Problem]:
 def _whole_answers(draft: Draft) -> Iterator[Problem]:
     """What the model is asked ends where learning begins, and what it answers with its stop token."""
     template = draft.config.template
-    if not OBJECTIVES[draft.config.objective.name].on_policy:
+    if not draft.config.objective.kind.on_policy:
         return
     policies = [("template", template.train_on), *((at, source.train_on) for at, source in draft.sources)]
     for at in (at for at, policy in policies if policy is choices.TrainOn.ALL):

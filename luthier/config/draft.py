@@ -15,7 +15,7 @@ from luthier.config import KeyPath, Node, get, parse_path, plain, show_path
 from luthier.config.choices import Format, MixtureBy, Packing, Strategy, TrainOn
 from luthier.config.explain import explain
 from luthier.config.inputs import SourceConfig
-from luthier.config.objective import OBJECTIVES, Learned
+from luthier.config.objective import Learned
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.peers.translation import Translation
 from luthier.config.schema import RunConfig
@@ -274,7 +274,7 @@ def _at_odds(draft: Draft) -> Iterator[str]:
 def asked_in_part(config: RunConfig, sources: Iterable[SourceConfig]) -> Iterator[str]:
     """Sentences on where questions to held-out rows end, if that is not before the answer: they end where learning
     begins, and the description may have more or less learned than whole answers. Flags of rows are not looked at."""
-    template, objective = config.template, OBJECTIVES[config.objective.name]
+    template, objective = config.template, config.objective.kind
     if objective.on_policy:
         return  # such rows are not asked, or refused
     ends = "a question to a held-out row ends where learning begins"
@@ -346,13 +346,13 @@ def _texts(draft: Draft) -> Iterator[tuple[str, str]]:
     sources = (*draft.config.data.train, *draft.config.data.eval)
     if not sources or draft.config.data.use or draft.config.data.eval_use:
         return
-    objective = draft.config.objective.name
-    if OBJECTIVES[objective].rows.is_compared:
-        why = f"of rows of {objective} the compared answers are learned"
+    objective = draft.config.objective
+    if objective.kind.rows.is_compared:
+        why = f"of rows of {objective.name} the compared answers are learned"
         yield "template.train_on", why
         for at, _ in draft.sources:
             yield f"{at}.train_on", why
-    if not OBJECTIVES[objective].has_head:
+    if not objective.kind.has_head:
         yield "template.train_stop", "a reward model learns a number for each answer, and no tokens"
     if all(map(_is_text, sources)):
         for key in _OF_MESSAGES_IN_RUN:
@@ -414,11 +414,11 @@ def _rollout(draft: Draft) -> Iterator[tuple[str, str]]:
     rollout = draft.config.rollout
     if not rollout.tools and rollout.environment is None:
         yield "rollout.max_turns", "there are neither tools nor an environment, so that each answer is one turn"
-    objective = draft.config.objective.name
-    if OBJECTIVES[objective].learned in (Learned.BEST, Learned.PAIR):
+    objective = draft.config.objective
+    if objective.kind.learned in (Learned.BEST, Learned.PAIR):
         for key in ("correction", "max_gap", "on_gap"):
             if key != "correction" or not rollout.staleness:
-                yield f"rollout.{key}", f"{objective} does not ask by which probabilities answers were drawn"
+                yield f"rollout.{key}", f"{objective.name} does not ask by which probabilities answers were drawn"
     elif not rollout.correction.is_on:
         for key in ("level", "low", "high"):
             yield f"rollout.correction.{key}", f"{draft.cite('rollout.correction.how')} is none"

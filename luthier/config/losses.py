@@ -25,11 +25,6 @@ _ROWS_OF: Mapping[str, RowKind] = {
 _SINGLE_ANSWERS = (Format.PROMPT_COMPLETION, Format.TEXT)
 
 
-def is_compared(objective: ObjectiveConfig) -> bool:
-    """Whether it learns from answers that are compared or judged."""
-    return OBJECTIVES[objective.name].rows.is_compared
-
-
 def check_objective(draft: Draft) -> Iterator[Problem]:
     """Problems between the keys of ``objective``, and with the adapter."""
     objective = draft.config.objective
@@ -50,7 +45,7 @@ def check_functions(config: ObjectiveConfig) -> None:
     """Raise `PluginError` where the objective or its loss is a plugin's and names a function that is not there. Those
     that are there are imported, with torch: not for a look at a run description alone."""
     if config.name in OBJECTIVES.added():
-        _ = OBJECTIVES[config.name].make_losses
+        _ = config.kind.make_losses
     if config.loss_name in LOSSES.added():
         _ = LOSSES[config.loss_name].compute, LOSSES[config.loss_name].sides
 
@@ -58,10 +53,9 @@ def check_functions(config: ObjectiveConfig) -> None:
 def check_compared(draft: Draft) -> Iterator[Problem]:
     """What cannot be done with rows whose answers are compared, or judged."""
     config = draft.config
-    name = config.objective.name
-    if not is_compared(config.objective):
+    if not config.objective.kind.rows.is_compared:
         return
-    why = f"{draft.cite('objective.name')} is {name}"
+    why = f"{draft.cite('objective.name')} is {config.objective.name}"
     if config.train.packing is Packing.SPLIT:
         what = f"rows would be cut wherever a pack is full, and {why}, which never cuts an answer"
         yield draft.problem("train.packing", what, "set it to window, best_fit or none")
@@ -80,13 +74,13 @@ def check_shared(draft: Draft) -> Iterator[Problem]:
         return
     if config.train.packing is Packing.SPLIT:
         what = f"{draft.cite('train.packing')} is split, which cuts rows wherever a pack is full"
-    elif OBJECTIVES[config.objective.name].rows is RowKind.VERDICT and not config.objective.estimates_kl:
+    elif config.objective.kind.rows is RowKind.VERDICT and not config.objective.estimates_kl:
         what = f"{draft.cite('objective.loss')} is {config.objective.loss_name}, which looks at one answer at a time"
     elif not config.train.packing.is_packed:
         what = f"{draft.cite('train.packing')} is {config.train.packing}, which gives each answer a row of its own"
     elif config.model.attn_implementation.startswith("flash"):
         what = f"{draft.cite('model.attn_implementation')} is {config.model.attn_implementation}, which knows no trees"
-    elif config.template.history is HistoryRendering.ONE_RENDERING and not is_compared(config.objective):
+    elif config.template.history is HistoryRendering.ONE_RENDERING and not config.objective.kind.rows.is_compared:
         what = f"{draft.cite('template.history')} is one_rendering, where no turn is rendered twice to be shared"
     else:
         return
@@ -100,7 +94,7 @@ def check_head_kernel(draft: Draft) -> Iterator[Problem]:
         return
     if config.runtime.device == "cpu":
         what = f"its kernels need a GPU, and {draft.cite('runtime.device')} is cpu"
-    elif not OBJECTIVES[config.objective.name].has_head:
+    elif not config.objective.kind.has_head:
         what = f"{draft.cite('objective.name')} is {config.objective.name}, and a reward model has no output head"
     else:
         return
@@ -109,10 +103,10 @@ def check_head_kernel(draft: Draft) -> Iterator[Problem]:
 
 def check_rows(draft: Draft) -> Iterator[Problem]:
     """Sources whose format has no rows for the objective."""
-    name = draft.config.objective.name
+    objective = draft.config.objective
     format_of = {rows: kind for kind, rows in _ROWS_OF.items()}
     for at, source in draft.sources:
-        kind, asked = _ROWS_OF.get(source.format), OBJECTIVES[name].rows
+        kind, asked = _ROWS_OF.get(source.format), objective.kind.rows
         wanted = [other for other, row in OBJECTIVES.items() if row.rows is kind]
         if kind is not None and asked is not kind:
             what = f"rows of kind {source.format} are for {' and '.join(wanted)}"
@@ -122,7 +116,7 @@ def check_rows(draft: Draft) -> Iterator[Problem]:
             hint = f"give rows of kind {format_of[asked]}, or set objective: sft"
         else:
             continue
-        what = f"{what}, and {draft.cite('objective.name')} is {name}"
+        what = f"{what}, and {draft.cite('objective.name')} is {objective.name}"
         yield draft.problem(f"{at}.format", what, hint)
 
 
@@ -152,7 +146,7 @@ def _foreign_keys(draft: Draft) -> Iterator[Problem]:
 
 def _smoothing(draft: Draft) -> Iterator[Problem]:
     objective = draft.config.objective
-    if OBJECTIVES[objective.name].compared is not RowKind.ANSWER and objective.label_smoothing >= 0.5:
+    if objective.kind.compared is not RowKind.ANSWER and objective.label_smoothing >= 0.5:
         what = (
             f"{objective.label_smoothing:g} of the pairs swapped is no better than chance: the better answer would not "
             "be preferred"
@@ -163,7 +157,6 @@ def _smoothing(draft: Draft) -> Iterator[Problem]:
 def _reference(draft: Draft) -> Iterator[Problem]:
     objective, adapter = draft.config.objective, draft.config.adapter
     reference = objective.reference
-    on_policy = OBJECTIVES[objective.name].on_policy
     if not objective.compares_with_reference:
         is_source = reference.source not in (ReferenceSource.AUTO, ReferenceSource.NONE)
         for key, is_asked in (
@@ -196,7 +189,7 @@ def _reference(draft: Draft) -> Iterator[Problem]:
                 what = f"the model's own base is the reference, and {named} names another"
                 yield draft.problem("objective.reference.source", what, "set it to model or precomputed")
         case ReferenceSource.PRECOMPUTED:
-            if OBJECTIVES[objective.name].by_token and not on_policy:
+            if objective.kind.by_token and not objective.kind.on_policy:
                 what = f"{objective.loss_name} compares whole distributions, too much to keep for every token"
                 yield draft.problem("objective.reference.source", what, "set it to base or model")
             if objective.estimates_kl:
@@ -221,15 +214,14 @@ def _reference(draft: Draft) -> Iterator[Problem]:
 def check_rollouts(draft: Draft) -> Iterator[Problem]:
     """What a run that draws its answers cannot do without, and cannot do yet."""
     config = draft.config
-    learned = OBJECTIVES[config.objective.name].learned
-    if not OBJECTIVES[config.objective.name].on_policy:
+    if not config.objective.kind.on_policy:
         if config.rollout != RolloutConfig():
             readers = ", ".join(name for name, row in OBJECTIVES.items() if row.on_policy)
             what = f"only {readers} read it, and {draft.cite('objective.name')} is {config.objective.name}"
             yield draft.problem("rollout", what, "set objective: rl, or remove rollout")
         return
     yield from _learned_answers(draft)
-    if not config.rollout.rewards and learned is not Learned.ALL:
+    if not config.rollout.rewards and config.objective.kind.learned is not Learned.ALL:
         yield draft.problem("rollout.rewards", "nothing judges the answers", "for example [exact]")
     for number, reward in enumerate(config.rollout.rewards):
         key = f"rollout.rewards[{number}]"
@@ -360,7 +352,7 @@ def _engine(draft: Draft) -> Iterator[Problem]:
     yield from _reward_actors(draft)
     if not rollout.staleness:
         return
-    learned = OBJECTIVES[draft.config.objective.name].learned
+    learned = draft.config.objective.kind.learned
     cited = f"{draft.cite('rollout.staleness')} is {rollout.staleness}"
     for is_wrong, key, what, way in (
         (not engine.is_elsewhere, "rollout.engine", "the model in this process is never behind", "name servers"),
@@ -410,7 +402,7 @@ def _policies(draft: Draft) -> Iterator[Problem]:
     """Between a loss of answers that the run draws, and how they are drawn."""
     config, objective = draft.config, draft.config.objective
     name, source = objective.loss_name, objective.reference.source
-    learned = OBJECTIVES[objective.name].learned
+    learned = objective.kind.learned
     compares = learned is Learned.PAIR or (learned is Learned.COMPARED and LOSSES[name].advantage != "reward")
     rollout = config.rollout
     if rollout.resample_rounds != 3 and rollout.dead_groups is not DeadGroups.RESAMPLE:
@@ -464,7 +456,7 @@ def _same_names(draft: Draft) -> Iterator[Problem]:
 def _learned_answers(draft: Draft) -> Iterator[Problem]:
     """Which of the drawn answers are learned from, and by what teacher."""
     objective, rollout = draft.config.objective, draft.config.rollout
-    learned, name = OBJECTIVES[objective.name].learned, f"{draft.cite('objective.name')} is {objective.name}"
+    learned, name = objective.kind.learned, f"{draft.cite('objective.name')} is {objective.name}"
     if learned is Learned.ALL and objective.reference.name_or_path is None:
         what = f"{name}, which learns from a teacher, and none is named"
         yield draft.problem("objective.reference.name_or_path", what, "name its folder or Hub id")

@@ -287,9 +287,14 @@ class ObjectiveConfig(Section):
     """The model that the loss compares with, where it does; of ``distill`` the teacher."""
 
     @property
+    def kind(self) -> Objective:
+        """The row of `OBJECTIVES` that it names."""
+        return OBJECTIVES[self.name]
+
+    @property
     def loss_name(self) -> str:
         """The loss that is meant, named or not."""
-        return self.loss or OBJECTIVES[self.name].default_loss
+        return self.loss or self.kind.default_loss
 
     def number(self, key: str) -> float:
         """What ``key`` is for this loss: the user's value, or the loss's default. Raises KeyError if it reads none."""

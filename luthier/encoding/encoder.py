@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import Overflow, RowKind
 from luthier.config.inputs import MediaConfig, ModelConfig, TemplateConfig
-from luthier.config.objective import kind_of
 from luthier.config.schema import RunConfig
 from luthier.encoding.measuring import Measurer
 from luthier.encoding.pieces import Assembler
@@ -70,7 +69,7 @@ class Encoder:
         encoder = cls(
             config.model,
             config.template,
-            kind_of(config.objective.name),
+            config.objective.kind.rows,
             config.media,
             (config.data.store or default_root()) / BLOBS,
             config.data.max_length if config.data.overflow is Overflow.KEEP_ANSWER else None,

@@ -34,7 +34,6 @@ from typing import Self
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from luthier.config.choices import MixtureBy, Packing
 from luthier.config.inputs import MediaCache, SourceConfig
@@ -46,14 +45,15 @@ from luthier.packing.order import EpochOrder, RowOrder, hold_out_part
 from luthier.plugins import GUARD
 from luthier.preparation import Quarantine, SourceInfo, empty_side, info_of, num_held_out, remarks_on
 from luthier.preparation.prepare import QUARANTINE_FILE
-from luthier.preparation.resolver import ResolvedPortion, resolve_portions
+from luthier.preparation.resolver import ResolvedPortion, Resolver, read_by_number
+from luthier.records import Ints
 from luthier.sources.files import find_files
 from luthier.sources.origins import resolve_sources
 from luthier.sources.row_index import RowIndex
 from luthier.sources.source import Source, open_sources
 from luthier.store import shard_reader
 from luthier.store.disk import Disk
-from luthier.store.format import FEEDS, SPOOL, store_folder
+from luthier.store.format import FEEDS, SPOOL, default_root, store_folder
 
 FACTS, FAILED, ALIVE = "facts.json", "failed.json", "alive"
 BEAT_SECONDS = 2.0
@@ -286,7 +286,7 @@ def prepares_meanwhile(config: RunConfig) -> bool:
 def feed_folder(config: RunConfig) -> Path:
     """One for each output folder, beside the store: the same on all ranks."""
     name = hashlib.sha256(str(config.output.dir.resolve()).encode()).hexdigest()[:16]
-    return store_folder(config.data.store, "").parent / FEEDS / name
+    return (config.data.store or default_root()) / FEEDS / name
 
 
 def _num_bytes(sources: list[SourceConfig]) -> int:
@@ -301,8 +301,6 @@ def _num_bytes(sources: list[SourceConfig]) -> int:
 
 # ----------- The feed's own process: index the sources, then resolve the rows that training needs, in the order of need
 
-
-Ints = NDArray[np.int64]
 
 FIRST_PORTION = 256  # rows: the first step does not wait for more than it needs
 PORTION = 4096
@@ -426,16 +424,9 @@ class _Feeding:
     ) -> None:
         """Hand over portions of rows as they are resolved."""
         known = self.num_files[kind]  # a second pass over the same sources counts its files anew
-        resolved = resolve_portions(
-            sources,
-            indexes,
-            itertools.takewhile(lambda _: not self.stop.is_set(), portions),
-            self.encoder,
-            self.store,
-            split=kind,
-            workers=self.config.data.workers,
-        )
-        with closing(resolved):
+        resolver = Resolver(sources=sources, encoder=self.encoder, folder=self.store, split=kind, eager=True)
+        read = read_by_number(indexes, itertools.takewhile(lambda _: not self.stop.is_set(), portions))
+        with closing(resolver.resolve(read, workers=self.config.data.workers)) as resolved:
             for portion in resolved:
                 if self.stop.is_set():  # the folder may be another run's by now
                     return

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 
 from luthier.config.choices import Overflow
 from luthier.config.loading import RunDescription, load_draft
@@ -34,10 +33,8 @@ from luthier.plugins import refuse_in_workers
 from luthier.preparation import Prepared, PreparedSet, Quarantine
 from luthier.preparation.prepare import lost_rows_of, prepare
 from luthier.preparation.segments import SegmentIndex
-from luthier.records import Batch
+from luthier.records import Batch, Ints
 from luthier.writing import counted
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -89,16 +89,16 @@ class PlannedMicroBatch:
         """The source of each segment in it."""
         return tuple(self.places["source"].tolist())
 
-    def address(self, place: Any) -> Address:
+    def address(self, place: Places) -> Address:
         return Address(file=self.files[int(place["file"])], row=int(place["row"]))
 
 
-def segment_at(sample: Sample, place: Any) -> Segment:
+def segment_at(sample: Sample, place: Places) -> Segment:
     """The segment of a sample that a place names, without what follows from another."""
     return part_of(leaf_segment(sample, int(place["leaf"])), place)
 
 
-def part_of(segment: Segment, place: Any) -> Segment:
+def part_of(segment: Segment, place: Places) -> Segment:
     window = SegmentCut(
         head=int(place["head"]),
         start=int(place["start"]),

@@ -18,7 +18,6 @@ from luthier.collation import CollateSettings, MediaInputs
 from luthier.config.choices import MixtureBy, Overflow, Packing, RowKind
 from luthier.config.draft import Draft
 from luthier.config.machine import is_installed
-from luthier.config.objective import OBJECTIVES, kind_of
 from luthier.config.schema import RunConfig, TrainConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
@@ -171,18 +170,13 @@ class LoaderSettings:
 
 def units_of(config: RunConfig) -> UnitKind:
     """What of a row the run's objective compares."""
-    match kind_of(config.objective.name):
+    match config.objective.kind.rows:
         case RowKind.ANSWER | RowKind.QUESTION:
             return UnitKind.NONE
         case RowKind.PAIR:
             return UnitKind.PAIRS if OBJECTIVES[config.objective.name].has_head else UnitKind.REWARDS
         case RowKind.VERDICT:
             return UnitKind.FEEDBACK_KL if config.objective.estimates_kl else UnitKind.FEEDBACK
-
-
-def asks_rows(config: RunConfig) -> bool:
-    """Whether the rows of training are questions, which the run answers itself: one a row."""
-    return OBJECTIVES[config.objective.name].on_policy
 
 
 def media_of(config: RunConfig, tokenizer_folder: Path) -> MediaInputs | None:
@@ -210,7 +204,7 @@ def train_settings(config: RunConfig, *, num_ranks: int = 1) -> PlanSettings:
     micro-batch counts rows, not continuations. Raises `UserError` for rows cut into full packs.
     """
     units = _plannable(config)
-    if OBJECTIVES[config.objective.name].on_policy:  # rows are questions: a step asks so many, whatever their lengths
+    if config.objective.kind.on_policy:  # rows are questions: a step asks so many, whatever their lengths
         prompts = config.rollout.prompts_per_step
         if prompts % num_ranks:
             what = (
@@ -391,7 +385,7 @@ def load_rows(
     limit, overflow, units = config.data.max_length, config.data.overflow, units_of(config)
     with closing(lost_rows_of(config, trains=trains)) as lost:
         prepared = prepare(config, encoder, on_progress=on_progress, ray_address=ray_address, quarantine=lost)
-        asked, held_out = asks_rows(config), None
+        asked, held_out = config.objective.kind.on_policy, None
         train = SegmentIndex(prepared.train, max_length=limit, overflow=overflow, units=units, asked=asked)
         lost.add_all(train.losses(), split="train")
         if prepared.eval is not None:
@@ -465,7 +459,7 @@ def answer_faults(draft: Draft) -> Iterator[Problem]:
 
 def check_reward_columns(config: RunConfig, segments: Segments) -> None:
     """Raise `UserError` for a reward of an on-policy run that compares with what none of its first rows has."""
-    if OBJECTIVES[config.objective.name].on_policy:
+    if config.objective.kind.on_policy:
         check_columns(config.rollout.rewards, columns_of(segments))
 
 

@@ -24,7 +24,6 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from luthier.config.choices import Precision, QuantizationType, Sharding
 from luthier.config.inputs import ModelConfig
-from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError, first_line
 from luthier.media.families import Attention
@@ -219,7 +218,7 @@ def _device_map(config: RunConfig) -> dict[str, object]:
 
 def is_reward_model(config: RunConfig) -> bool:
     """Whether the model ends in one number a token instead of logits."""
-    return not OBJECTIVES[config.objective.name].has_head
+    return not config.objective.kind.has_head
 
 
 def build_weightless(config: RunConfig, vocabulary: Vocabulary) -> PreTrainedModel:

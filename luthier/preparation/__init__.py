@@ -17,7 +17,6 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.config.objective import OBJECTIVES
 from luthier.errors import RowDropped, RowError, UserError
 from luthier.ledger import HELD_OUT, SAME_AS_HELD_OUT, Ledger, way_out
 from luthier.packing.order import hold_out_part
@@ -44,7 +43,7 @@ class SourceInfo:
 
 def info_of(source: Source, config: RunConfig) -> SourceInfo:
     """What is not read is told but for runs that draw their answers, whose rewards may read anything."""
-    unread = () if OBJECTIVES[config.objective.name].on_policy else source.unread
+    unread = () if config.objective.kind.on_policy else source.unread
     names = ", ".join(unread[:MOST_NAMES]) + (f" and {len(unread) - MOST_NAMES} more" * (len(unread) > MOST_NAMES))
     told = (f"columns or keys that are not read: {names}",) if unread else ()
     return SourceInfo(name=source.name, weight=source.config.weight, remarks=(*source.remarks, *told))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from luthier.ledger import Ledger
 from luthier.preparation.workers import Chunk, Outcome, RowEncoder, encode_chunks
 from luthier.records import SAMPLES_VERSION, Address, Ints
 from luthier.sources import RowBytes
+from luthier.sources.row_index import RowIndex
 from luthier.sources.source import Source, id_digests
 from luthier.store import SHARD_BYTES, SampleStore, StoreWriter
 from luthier.store.format import KEY_BYTES, digest_of_folder, key_in_folder, read_counts, row_key
@@ -115,16 +116,6 @@ PORTION_BYTES = 500_000
 PORTION_ROWS = 2_000
 
 
-class ReadsRows(Protocol):
-    """What resolving needs of `sources.row_index.RowIndex`."""
-
-    def __len__(self) -> int:
-        """Rows there are."""
-
-    def read(self, numbers: Ints) -> list[RowBytes | RowError]:
-        """The rows with these numbers, in this order."""
-
-
 def read_in_order(sources: Sequence[Source]) -> Iterator[ReadPortion]:
     """All rows of all sources, in the order of the files."""
     first = 0
@@ -138,7 +129,7 @@ def read_in_order(sources: Sequence[Source]) -> Iterator[ReadPortion]:
             first += len(rows)
 
 
-def read_by_number(indexes: Sequence[ReadsRows], portions: Iterable[Ints]) -> Iterator[ReadPortion]:
+def read_by_number(indexes: Sequence[RowIndex], portions: Iterable[Ints]) -> Iterator[ReadPortion]:
     """The rows with these global numbers: a source's first number + the row's number in its index."""
     ends = np.cumsum([len(index) for index in indexes], dtype=np.int64)
     for rows in portions:
@@ -190,30 +181,6 @@ class Progress:
     share: float | None = None
 
 
-def resolve_portions(
-    sources: Sequence[Source],
-    indexes: Sequence[ReadsRows],
-    portions: Iterator[Ints],
-    encoder: RowEncoder,
-    folder: Path,
-    *,
-    split: str,
-    workers: int | Literal["auto"],
-    on_progress: Callable[[Progress], None] | None = None,
-) -> Generator[ResolvedPortion, None, None]:
-    """Each portion of global row numbers (the source's first number + the row's number in its index), resolved.
-
-    Portions come out in the order in which they went in, each when all that it names is committed to the store in
-    ``folder``; several are encoded at a time where there are workers. Close the generator to stop these.
-
-    Raises `SourceError`, `StoreError`, and `UserError` if a worker dies.
-    """
-    resolver = Resolver(
-        sources=sources, encoder=encoder, folder=folder, split=split, eager=True, on_progress=on_progress
-    )
-    yield from resolver.resolve(read_by_number(indexes, portions), workers=workers)
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class Resolver:
     """Resolves portions of rows of one split, once.
@@ -249,7 +216,11 @@ class Resolver:
     def resolve(
         self, portions: Iterator[ReadPortion], *, workers: int | Literal["auto"]
     ) -> Generator[ResolvedPortion, None, None]:
-        """The portions in their order; see `resolve_portions`."""
+        """The portions in their order, each when all that it names is in the store; several are encoded at a time where
+        there are workers. Close the generator to stop these.
+
+        Raises `SourceError`, `StoreError`, and `UserError` if a worker dies.
+        """
         readers = [source.reader for source in self.sources]
         self._encodes_here = workers in (0, "auto")
         uncommitted = 0

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 from luthier.collation import CollateSettings, MediaInputs
 from luthier.config.adapters import FROM_BASE_AND_ROWS
 from luthier.config.choices import Strategy
-from luthier.config.objective import LOSSES, OBJECTIVES, Learned
+from luthier.config.objective import LOSSES, Learned
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.rollout import DeadGroups
 from luthier.config.schema import RunConfig
@@ -129,7 +129,7 @@ def make_model(
         note(f"model: {_as_resumed(decision, loaded, is_adapter=config.adapter.type.is_beside, resume=resume)}")
     set_seed(config.runtime.seed)  # the adapter's initial values
     model = adapters.apply_adapter(loaded.model, config.adapter, new_ids=vocabulary.new_ids)
-    if OBJECTIVES[config.objective.name].on_policy and (dropped := processes.without_dropout(model)):
+    if config.objective.kind.on_policy and (dropped := processes.without_dropout(model)):
         note(f"model: no dropout ({', '.join(dropped)}), as answers are drawn without it")
     if frozen := rows_left_out(model, vocabulary.new_ids):
         rows = f"the rows of {counted(len(vocabulary.new_ids), 'new token')} in {' and '.join(frozen)}"
@@ -253,7 +253,7 @@ def _rollouts(setup: RunSetup, how: CollateSettings, losses: StepLosses, *, shar
     """What draws and judges answers, in a run that learns from its own."""
     config, tokenizer, hooks = setup.config, setup.tokenizer, setup.hooks
     model, media = setup.run_model.model, setup.run_model.media
-    objective = OBJECTIVES[config.objective.name]
+    objective = config.objective.kind
     if not objective.on_policy:
         return None
     if (reason := undrawn(setup.run_model.loaded.model.config)) is not None:
@@ -409,7 +409,7 @@ def _shares(config: RunConfig, data: RunData, schedule: StreamPlan) -> bool:
     if not shares_prompts(config):
         return False
     in_evaluation = data.eval_rows is not None and data.eval_rows.have_trees
-    draws = OBJECTIVES[config.objective.name].on_policy
+    draws = config.objective.kind.on_policy
     return draws or units_of(config).are_compared or in_evaluation or schedule.has_trees
 
 

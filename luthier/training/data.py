@@ -18,7 +18,7 @@ from luthier.errors import UserError
 from luthier.ledger import HELD_OUT, Ledger
 from luthier.loader.feed import FeedReader
 from luthier.loader.numbered_rows import ArrivalSettings, ArrivingRows, RowTable
-from luthier.loader.settings import asks_rows, mixture_of, units_of
+from luthier.loader.settings import mixture_of, units_of
 from luthier.packing import Segments, SegmentTable, UnitKind
 from luthier.packing.epoch import EpochPlan, describe
 from luthier.packing.order import hold_out_part
@@ -77,7 +77,7 @@ def open_run_data(config: RunConfig, prepared: Prepared, *, encoder_fingerprint:
     or a segment is too long under ``data.overflow: error``.
     """
     max_length, overflow, units = config.data.max_length, config.data.overflow, units_of(config)
-    asked = asks_rows(config)
+    asked = config.objective.kind.on_policy
     train = SegmentIndex(prepared.train, max_length=max_length, overflow=overflow, units=units, asked=asked)
     train.ledger.check(max_drop=config.data.max_drop)
     held_out = None
@@ -112,7 +112,7 @@ def open_live_data(config: RunConfig, reader: FeedReader) -> RunData:
         max_length=config.data.max_length,
         overflow=config.data.overflow,
         max_drop=config.data.max_drop,
-        asked=asks_rows(config),
+        asked=config.objective.kind.on_policy,
     )
     same = None if evaluation is None or own_eval else evaluation.prepared.sample_ids
     rows = ArrivingRows(reader.portions("train"), store, arriving, held_out=same, lost=reader.lost)

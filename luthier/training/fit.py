@@ -21,7 +21,6 @@ from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from luthier.config.choices import Packing
-from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
@@ -449,7 +448,7 @@ def result_of(run: Run, started_at: str) -> RunResult:
         optimizer=optimizer_facts(plain_optimizer(run.trainer.optimizer)),
         peak_memory_bytes=peak_memory(),
         ledger=_ledger(run.setup, state.global_step),
-        answers=ledger_of_answers(output, state.global_step) if OBJECTIVES[config.objective.name].on_policy else {},
+        answers=ledger_of_answers(output, state.global_step) if config.objective.kind.on_policy else {},
         versions={"python": platform.python_version(), **_package_versions()},
         config=config.model_dump(mode="json"),
         base_files=dict(run.setup.run_model.base_files),

@@ -26,7 +26,6 @@ from luthier.config.choices import FOLLOWS_MEASURE, AdapterType, Precision, Shar
 from luthier.config.draft import Draft, unread_settings
 from luthier.config.inputs import MediaCache
 from luthier.config.losses import check_functions
-from luthier.config.objective import OBJECTIVES
 from luthier.config.schema import AdapterConfig, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, UserError, first_line, place_of
@@ -325,13 +324,13 @@ def _positions(draft: Draft, model: PreTrainedModel, notes: list[str]) -> Iterat
 
 def _generation(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
     """Whether this model can answer in training, and answers as long as it may."""
-    evaluation, objective = draft.config.eval, draft.config.objective.name
-    if OBJECTIVES[objective].on_policy and (reason := undrawn(model.config)) is not None:
-        what = f"{objective} learns from answers that the run draws, and {reason}"
+    evaluation, objective = draft.config.eval, draft.config.objective
+    if objective.kind.on_policy and (reason := undrawn(model.config)) is not None:
+        what = f"{objective.name} learns from answers that the run draws, and {reason}"
         yield draft.problem("objective.name", what, "set objective: sft")
     known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     most = known if isinstance(known, int) and known >= 1 else None
-    if OBJECTIVES[objective].on_policy:
+    if objective.kind.on_policy:
         yield from _too_long(draft, "rollout.max_new_tokens", draft.config.rollout.max_new_tokens, most)
     if not evaluation.generate_rows:
         return

@@ -8,7 +8,7 @@ import pytest
 from luthier.config.inputs import SourceConfig
 from luthier.errors import RowDropped, RowError
 from luthier.ledger import Ledger
-from luthier.preparation.resolver import ResolvedPortion, conversion_of, resolve_portions
+from luthier.preparation.resolver import ResolvedPortion, Resolver, conversion_of, read_by_number
 from luthier.records import Branch, Sample
 from luthier.sources.source import open_sources
 from luthier.store import SampleStore
@@ -87,8 +87,10 @@ def portions_of(*numbers):
 
 
 def resolve(sources, indexes, portions, folder, *, encoder=None, workers=0, **how):
-    encoder = encoder or LetterEncoder()
-    return list(resolve_portions(sources, indexes, portions, encoder, folder, split="train", workers=workers, **how))
+    resolver = Resolver(
+        sources=sources, encoder=encoder or LetterEncoder(), folder=folder, split="train", eager=True, **how
+    )
+    return list(resolver.resolve(read_by_number(indexes, portions), workers=workers))
 
 
 def texts(portion, folder):
@@ -113,10 +115,9 @@ def test_rows_are_resolved_by_global_number_in_the_order_asked_for(make_sources,
 def test_what_a_portion_names_is_committed_when_it_is_yielded(make_sources, folder):
     sources, indexes = make_sources(one=[line(f"row {n}") for n in range(6)])
     seen = []
-    resolving = resolve_portions(
-        sources, indexes, portions_of([4, 2], [0, 1], [3, 5]), LetterEncoder(), folder, split="train", workers=0
-    )
-    with closing(resolving) as portions:
+    resolver = Resolver(sources=sources, encoder=LetterEncoder(), folder=folder, split="train", eager=True)
+    read = read_by_number(indexes, portions_of([4, 2], [0, 1], [3, 5]))
+    with closing(resolver.resolve(read, workers=0)) as portions:
         for portion in portions:
             seen.append(texts(portion, folder))
     assert seen == [["row 4yes", "row 2yes"], ["row 0yes", "row 1yes"], ["row 3yes", "row 5yes"]]

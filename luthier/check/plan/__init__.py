@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from luthier.check.plan.estimate import Estimate, computes_in_16_bits
 from luthier.check.plan.work import shape_of_run
 from luthier.config.choices import MixtureBy, Overflow, Packing
-from luthier.config.objective import OBJECTIVES
 from luthier.config.rollout import DeadGroups
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
@@ -43,7 +42,7 @@ from luthier.packing.epoch import (
 )
 from luthier.packing.order import RowOrder
 from luthier.preparation.segments import SegmentIndex
-from luthier.records import Sample
+from luthier.records import Ints, Sample
 from luthier.rendering import kind_of_media
 from luthier.writing import counted
 
@@ -360,9 +359,6 @@ def _overlap(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 # -------------------------------------------------------------------------------------------------- media of a data set
 
 
-Ints = NDArray[np.int64]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaCount:
     """The items of one kind, and the tokens that stand for them: all, of the median item, of the largest one."""
@@ -460,7 +456,7 @@ def drawing_of(loaded: Loaded, *, num_ranks: int, device: str | None) -> Drawing
     from luthier.models.model import run_device  # torch is loaded where it is needed
 
     config, index = loaded.config, loaded.train
-    if not OBJECTIVES[config.objective.name].on_policy:
+    if not config.objective.kind.on_policy:
         return None
     check_reward_columns(config, index)
     on_gpu = device is not None or run_device(config) == "cuda"

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from luthier.check.plan.work import EpochWork, Ints, ModelShape
+from luthier.check.plan.work import EpochWork, ModelShape
 from luthier.config.choices import AdapterType, Offload, Precision
-from luthier.config.objective import OBJECTIVES
 from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.schema import RunConfig, TrainConfig
 from luthier.errors import ModelError, UserError
+from luthier.records import Ints
 
 UTILISATION = 0.4  # of a data sheet's peak: what well-kept training of dense models reaches
 UTILISATION_MEASURED = 0.6  # of the rate of a large matrix product
@@ -59,7 +59,7 @@ def estimate_run(
     utilisation: float | None = None,
 ) -> Estimate:
     """The estimate of training alone: evaluation, saving and loading are not in it. Raises `ModelError`."""
-    if OBJECTIVES[config.objective.name].on_policy:
+    if config.objective.kind.on_policy:
         raise ModelError("answers are drawn while it trains, and how long they will be is not known before")
     on_gpu = not device.name.startswith("cpu")
     in_16_bits = computes_in_16_bits(config, on_gpu=on_gpu)

@@ -15,15 +15,13 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.metrics.texts import words
 from luthier.preparation import Prepared, PreparedSet
 from luthier.preparation.segments import SegmentIndex
-from luthier.records import Sample, Segment
+from luthier.records import Ints, Sample, Segment
 from luthier.writing import counted
 
 PERCENTILES = (50, 90, 95, 99)
 NO_LIMIT = 2**31 - 1  # no segment is longer: token numbers are int32
 NUM_BINS = 16
 WIDE_RANGE = 64  # largest over smallest
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,13 +9,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from luthier.config.choices import Packing
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
 from luthier.packing import PATCH_COST, SegmentTable
 from luthier.packing.epoch import EpochPlan
+from luthier.records import Ints
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from luthier.check.plan.encoder_shapes import Adapted, EncoderShape
     from luthier.encoding.tokenizer import Tokenizer
 
-Ints = NDArray[np.int64]
 _OF_HEADS = ("q_norm.weight", "k_norm.weight")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from luthier.config.inputs import ModelConfig
-from luthier.config.objective import LOSSES, OBJECTIVES
+from luthier.config.objective import LOSSES
 from luthier.config.schema import RunConfig
 from luthier.encoding import tokenizer_files
 from luthier.encoding.tokenizer import Tokenizer
@@ -245,7 +245,7 @@ def merged_card(text: str) -> str:
 
 def _task(result: RunResult, config: RunConfig) -> str:
     """The Hub's name of what the model does, by which programs choose how to load it."""
-    if not OBJECTIVES[config.objective.name].has_head:
+    if not config.objective.kind.has_head:
         return "text-classification"
     known = {
         "image-text-to-text": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -268,7 +268,7 @@ def _loading(result: RunResult, config: RunConfig) -> list[str]:
     """How the base is made what it was in training, where PEFT alone does not do so; nothing where it does."""
     section, kind = config.model, result.model.architecture
     rows = [note.partition(" to ")[2].split()[0] for note in result.model.notes if note.startswith(RESIZED)]
-    head: dict[str, int | None] = {} if OBJECTIVES[config.objective.name].has_head else {"num_labels": 1}
+    head: dict[str, int | None] = {} if config.objective.kind.has_head else {"num_labels": 1}
     if any(note.startswith(UNPADDED) for note in result.model.notes):
         head["pad_token_id"] = None
     is_theirs = hasattr(transformers, kind)  # there is no such class of multimodal models

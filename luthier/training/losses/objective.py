@@ -141,9 +141,9 @@ def _needs(parts: ObjectiveParts) -> MediaNeeds:
 
 def make_losses(parts: ObjectiveParts, forward: ModelPass, tell: Tell) -> BothLosses:
     """What training minimises, and what is measured on held-out rows. Raises `ModelError`, and `PluginError`."""
-    name = parts.config.objective.name
-    make: Callable[..., BothLosses] = OBJECTIVES[name].make_losses
-    is_checked = name in OBJECTIVES.added() and not OBJECTIVES[name].on_policy
+    objective = parts.config.objective
+    make: Callable[..., BothLosses] = objective.kind.make_losses
+    is_checked = objective.name in OBJECTIVES.added() and not objective.kind.on_policy
     return checked_losses(make, parts, forward, tell) if is_checked else make(parts, forward, tell)
 
 
@@ -245,7 +245,7 @@ def _problem(parts: ObjectiveParts, model: nn.Module, head: OutputHead, inputs: 
         return head.note or "the model makes its own logits"
     next_N = inputs["input_ids"].flatten().roll(-1)
     positions_N = torch.arange(len(next_N), device=next_N.device)
-    settings = token_settings(parts.config.objective) if _is_of_tokens(parts.config) else TokenSettings()
+    settings = token_settings(parts.config.objective) if parts.config.objective.kind.by_token else TokenSettings()
     times = -(-TARGETS_TRIED // len(next_N))
 
     # here and not afterwards: a sharded weight is whole while its layer runs
@@ -264,11 +264,7 @@ def _problem(parts: ObjectiveParts, model: nn.Module, head: OutputHead, inputs: 
 def _unknown_loss(config: RunConfig) -> str | None:
     """The run's loss of single tokens, where kernels do not know it."""
     name = config.objective.loss_name
-    return name if _is_of_tokens(config) and not LOSSES.named(name).is_plain else None
-
-
-def _is_of_tokens(config: RunConfig) -> bool:
-    return OBJECTIVES[config.objective.name].by_token
+    return name if config.objective.kind.by_token and not LOSSES.named(name).is_plain else None
 
 
 def _class_of(head: OutputHead) -> str:

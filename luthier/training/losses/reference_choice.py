@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from luthier.config.choices import AdapterType, QuantizationType
 from luthier.config.inputs import ModelConfig
-from luthier.config.objective import OBJECTIVES, ReferenceSource
+from luthier.config.objective import ReferenceSource
 from luthier.config.schema import AdapterConfig, RunConfig
 from luthier.encoding.tokenizer_files import find_files
 from luthier.errors import ModelError, RowError, TokenizerError
@@ -97,7 +97,7 @@ def _source(config: RunConfig) -> ReferenceSource:
         return ReferenceSource.MODEL
     if _begins_at_base(config) and objective.reference.name_or_path is None:
         return ReferenceSource.BASE
-    kind = OBJECTIVES[objective.name]
+    kind = objective.kind
     if kind.by_token or kind.on_policy or objective.estimates_kl:
         return ReferenceSource.MODEL
     return ReferenceSource.PRECOMPUTED
