@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 import time
@@ -26,7 +25,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.json_client import AnswerScorer
 from luthier.errors import SamplerLost, UserError
-from luthier.loader.settings import eval_settings, lost_documents, media_of
+from luthier.loader.settings import eval_settings, lost_documents, media_of, plan_of_run
 from luthier.loader.stream_state import LoaderState
 from luthier.media.families import PackingSupport
 from luthier.metrics import JUDGE, metrics_of_answers
@@ -189,10 +188,15 @@ def _set_up_process(config: RunConfig) -> None:
 def _set_up(
     config: RunConfig, tokenizer: Tokenizer, data: RunData, hooks: Hooks, listeners: list[events.EventListener]
 ) -> Run:
-    world = hooks.stop.world
-    resume = _open_folder(config, streams.state_at_start(config, data, world), hooks)
-    state = None if resume is None else LoaderState.load(resume)
-    schedule = streams.make_schedule(config, data, world, state)
+    world, state = hooks.stop.world, None
+    here = streams.state_at_start(config, data, world)
+    resume = _by_main(world, lambda: run_folder.open_run_folder(config, hooks.note))
+    if resume is not None:
+        state = LoaderState.load(resume)
+        state.check(here, where=str(resume))
+        hooks.note(f"training goes on from {resume.name}, step {state.step}")
+    schedule = plan_of_run(config, data.rows, num_ranks=world.size, state=state)
+    assert schedule.horizon > 0  # waits for the rows that decide the first step
     if not data.rows.all_here:  # else the plan has told it
         if schedule.horizon < streams.FEW_STEPS:
             hooks.note(f"about {counted(schedule.horizon, 'step')} teach the model next to nothing; {_longer(config)}")
@@ -226,17 +230,6 @@ def _longer(config: RunConfig) -> str:
     return "raise " + ("train.num_train_epochs" if config.train.max_steps is None else "train.max_steps")
 
 
-def _open_folder(config: RunConfig, here: LoaderState, hooks: Hooks) -> Path | None:
-    """The checkpoint to go on from, the same on all ranks, checked against this run's stream."""
-    checkpoint = _by_main(hooks.stop.world, lambda: run_folder.open_run_folder(config, hooks.note))
-    if checkpoint is None:
-        return None
-    there = LoaderState.load(checkpoint)
-    there.check(here, where=str(checkpoint))
-    hooks.note(f"training goes on from {checkpoint.name}, step {there.step}")
-    return checkpoint
-
-
 def _by_main(world: streams.World, find: Callable[[], Path | None]) -> Path | None:
     """What the main process finds, on all ranks. They raise what it raises: else they wait for a rank that is gone."""
     found: list[Path | UserError | None] = [None]
@@ -257,23 +250,16 @@ def _begun(set_up: Callable[[], Run]) -> Run:
     goes on from the one before, or from the beginning. A checkpoint that the user named is refused."""
     while True:
         run = set_up()
-        if _trained(run):
+        try:
+            _train(run)
             return run
+        except UnusableCheckpoint as error:
+            if run.setup.resume is None or run.setup.config.output.resume != "auto":
+                raise
+            if run.setup.world.is_main:
+                run.setup.hooks.note(f"{error.message}; set aside as {set_aside_broken(run.setup.resume).name}")
+            run.trainer.accelerator.wait_for_everyone()
         del run  # two models at once may be too many
-
-
-def _trained(run: Run) -> bool:
-    resume, hooks = run.setup.resume, run.setup.hooks
-    try:
-        _train(run)
-    except UnusableCheckpoint as error:
-        if resume is None or run.setup.config.output.resume != "auto":
-            raise
-        if run.setup.world.is_main:
-            hooks.note(f"{error.message}; set aside as {set_aside_broken(resume).name}")
-        run.trainer.accelerator.wait_for_everyone()
-        return False
-    return True
 
 
 def _train(run: Run) -> None:
@@ -449,16 +435,11 @@ def result_of(run: Run, started_at: str) -> RunResult:
         peak_memory_bytes=peak_memory(),
         ledger=_ledger(run.setup, state.global_step),
         answers=ledger_of_answers(output, state.global_step) if config.objective.kind.on_policy else {},
-        versions={"python": platform.python_version(), **_package_versions()},
+        versions={"python": platform.python_version(), **{name: version(name) for name in REPORTED_VERSIONS}},
         config=config.model_dump(mode="json"),
         base_files=dict(run.setup.run_model.base_files),
         held_out="" if data.eval is None or not config.data.eval_split else digest_of_rows(data.eval),
     )
-
-
-@functools.cache
-def _package_versions() -> dict[str, str]:
-    return {name: version(name) for name in REPORTED_VERSIONS}
 
 
 def _ledger(setup: RunSetup, steps: int) -> dict[str, object]:

@@ -258,13 +258,6 @@ def iterate_batches(reader: ReadsBatches, planned: Iterator[PlannedMicroBatch], 
     return map(reader.read, planned)
 
 
-def make_schedule(config: RunConfig, data: RunData, world: World, state: LoaderState | None = None) -> StreamPlan:
-    """All steps of the run, from ``state`` on. Waits for the rows that decide the first of them."""
-    plan = plan_of_run(config, data.rows, num_ranks=world.size, state=state)
-    assert plan.horizon > 0
-    return plan
-
-
 def state_at_start(config: RunConfig, data: RunData, world: World) -> LoaderState:
     """The place before the first step."""
     settings = train_settings(config, num_ranks=world.size)

@@ -27,7 +27,7 @@ from luthier.preparation.prepare import prepare
 from luthier.records import Batch
 from luthier.training.data import RunData, open_live_data, open_run_data
 from luthier.training.folder.run_folder import place_to_feed
-from luthier.training.streams import World, check_rows, loader_state, make_schedule
+from luthier.training.streams import check_rows, loader_state
 
 HOW = CollateSettings(packed=True, pad_token_id=0)
 THRESHOLD = 32_000  # bytes, for the 32 MB of feed.BYTES_WORTH_A_FEED
@@ -157,7 +157,7 @@ def test_a_run_that_goes_on_is_fed_from_its_place_on(tmp_path: Path, monkeypatch
     after = place_to_feed(config)
     assert after is not None and after.epoch == 1 and after.position > 400
     later = arriving_data(config, tmp_path / "later", after=after)
-    resumed = make_schedule(config, later, World(rank=0, size=1), state)
+    resumed = plan_of_run(config, later.rows, num_ranks=1, state=state)
     check_rows(state, loader_state(resumed, later, done), tmp_path)
     assert not later.rows.all_here and len(later.rows) < 0.8 * len(whole.rows), "what came before is not waited for"
     planned = resumed.micro_batches(0, first_step=done)

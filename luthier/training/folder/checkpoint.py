@@ -359,11 +359,8 @@ def checkpoints(run: Path) -> list[Path]:
 def clean_leftovers(run: Path) -> None:
     """Remove what a killed save left behind. Raises `CheckpointError`."""
     for path in run.glob(f"{_REPLACED}*"):
-        final = path.with_name(path.name.removeprefix(_REPLACED))
-        if final.exists():
-            FILES.remove_folder(path)
-        else:  # killed between the two renames: the older copy is the whole one
-            FILES.rename(path, final)
+        put_back(path.with_name(path.name.removeprefix(_REPLACED)))
+        FILES.remove_folder(path)
     for pattern in (_STAGING, _REMOVED, _PROBE):
         for path in run.glob(f"{pattern}*"):
             FILES.remove_folder(path)

@@ -247,7 +247,7 @@ def has_two_points(optimizer: object) -> bool:
 def evaluation_point(optimizer: object) -> Iterator[list[torch.Tensor] | None]:
     """The model has the weights that were learned; afterwards those that are trained, bit by bit. Yields the latter, on
     the CPU and in the optimizer's order, or None for an optimizer that has one point."""
-    if optimizer is None or not has_two_points(optimizer):
+    if not has_two_points(optimizer):
         yield None
         return
     plain: Any = plain_optimizer(optimizer)
@@ -264,7 +264,7 @@ def evaluation_point(optimizer: object) -> Iterator[list[torch.Tensor] | None]:
 
 def go_to_evaluation_point(optimizer: object) -> None:
     """Training is over: the model has the weights that were learned from here on."""
-    if optimizer is not None and has_two_points(optimizer):
+    if has_two_points(optimizer):
         plain: Any = plain_optimizer(optimizer)
         plain.eval()
 
