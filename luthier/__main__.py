@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = EXIT_UNREAD
     except (OSError, UserError):  # stderr cannot be written to, or what was left for stdout cannot
         code = EXIT_USER
-        _point_at_nothing(1)
+        _point_stdout_at_nothing()
     raise SystemExit(code)
 
 
@@ -195,15 +195,15 @@ def _guarded(stream: TextIO) -> TextIO:
 
 
 def _unwritable(error: OSError) -> UserError | ReaderGone:
-    _point_at_nothing(1)  # or the interpreter would fail once more when it leaves
+    _point_stdout_at_nothing()  # or the interpreter would fail once more when it leaves
     if isinstance(error, BrokenPipeError):
         return ReaderGone()
     return UserError(f"standard output cannot be written to: {error.strerror or error}", hint="make room there")
 
 
-def _point_at_nothing(descriptor: int) -> None:
+def _point_stdout_at_nothing() -> None:
     nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, descriptor)
+    os.dup2(nothing, 1)
     os.close(nothing)
 
 

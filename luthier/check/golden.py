@@ -22,6 +22,7 @@ from luthier.writing import JsonObject, counted, write_whole
 
 PARITY_FILE = "parity.json"
 PARITY_VERSION = 1
+NUM_TOP = 20  # likeliest tokens that are told of a place
 ASIDE = (".md", ".rst", ".html", ".pdf", ".log", ".csv", ".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp")
 ASIDE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")  # alone, or as .txt
 
@@ -229,10 +230,10 @@ def digest_of(path: Path) -> str:
 
 
 def golden_context(
-    row: str, ids: NDArray[np.int32], places: list[int], logprobs_NV: NDArray[np.float32], num_top: int
+    row: str, ids: NDArray[np.int32], places: list[int], logprobs_NV: NDArray[np.float32]
 ) -> GoldenContext:
-    """A context with the ``num_top`` likeliest tokens of each place."""
-    top_NK = np.argsort(-logprobs_NV, axis=1, kind="stable")[:, :num_top]
+    """A context with the `NUM_TOP` likeliest tokens of each place."""
+    top_NK = np.argsort(-logprobs_NV, axis=1, kind="stable")[:, :NUM_TOP]
     values_NK = np.take_along_axis(logprobs_NV, top_NK, axis=1)
     return GoldenContext(
         row=row,

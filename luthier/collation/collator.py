@@ -144,7 +144,7 @@ def collate_packs(
     return batch_of_packs(packs, how, media)
 
 
-def batch_of_packs(packs: Sequence[Pack], how: CollateSettings, media: MediaInputs | None = None) -> Batch:
+def batch_of_packs(packs: Sequence[Pack], how: CollateSettings, media: MediaInputs | None) -> Batch:
     """See `collate_packs`."""
     addresses = tuple(segment.address for pack in packs for segment in pack.segments)
     grid = lay_out(packs, how)

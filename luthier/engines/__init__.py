@@ -256,11 +256,11 @@ class SamplerPool:
         for sampler in self.samplers:
             sampler.expect(weights, folder)
 
-    def scores_of_each(self, ids: Ids, start: int) -> dict[str, NDArray[np.float32]]:
+    def scores_of_each(self, ids: Ids) -> dict[str, NDArray[np.float32]]:
         """What each sampler says of one sequence, by its name. Raises `SamplerLost`."""
         found = {}
         for number, one in enumerate(self.samplers):
-            found[one.name] = self._patiently(lambda sampler: sampler.score(ids, start), only=number)
+            found[one.name] = self._patiently(lambda sampler: sampler.score(ids, 1), only=number)
         return found
 
     def _answer(self, request: Request, over: Event) -> list[Completion] | Refusal:

@@ -56,7 +56,7 @@ NUM_DRAWS = 4  # roundings at random: in a mixture of experts only some of them 
 ROUNDINGS = 4  # a difference of so many times that of one more rounding still counts as rounding
 
 
-def bound_of(dtypes: Sequence[str], *, rounds_inputs: bool = False) -> str:
+def bound_of(dtypes: Sequence[str], *, rounds_inputs: bool) -> str:
     """By which bounds models that compute in these types are compared. ``rounds_inputs``: the trained one also rounds
     what goes into its layers to 8 bits, as LLM.int8 does, and the exported one does not."""
     if rounds_inputs:

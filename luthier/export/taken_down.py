@@ -52,7 +52,6 @@ MAX_TOKENS = 1024  # of a context of text, which is cut there
 MAX_CALIBRATED = 2048  # tokens of a context that a quantization is calibrated on
 MAX_MEDIA_TOKENS = 4096  # of a context with media, which cannot be cut
 ANSWER_TOKENS = 16
-NUM_TOP = 20
 NUM_PROBES = 8
 FALLBACK = "preset:skills"
 
@@ -297,7 +296,7 @@ def _context(
         with engine.model.disable_adapter():
             base_NV = logprobs_at(engine, ids, media, places, answer_from)
     return TakenContext(
-        golden=golden_context(row, ids, places, logprobs_NV, NUM_TOP),
+        golden=golden_context(row, ids, places, logprobs_NV),
         media=media,
         answer_from=answer_from,
         logprobs_NV=logprobs_NV,

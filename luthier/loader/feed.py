@@ -440,7 +440,7 @@ class _Feeding:
                     os.nice(NICENESS)  # training has begun: on a CPU it goes first
 
 
-def needed_portions(order: RowOrder, after: FeedPlace | None = None) -> Iterator[Ints]:
+def needed_portions(order: RowOrder, after: FeedPlace | None) -> Iterator[Ints]:
     """All rows to train on, each once, in the order in which a run needs them that begins, or goes on ``after`` a
     place. A few at first, then more. What is remembered is a byte a row."""
     largest, size = max(PORTION, order.num_rows // MOST_PORTIONS), FIRST_PORTION

@@ -36,6 +36,7 @@ from luthier.records import Ints
 
 STEPS_REMEMBERED = 64  # behind the newest step that was asked about
 MOST_EPOCHS_COUNTED, MOST_SEGMENTS_COUNTED = 1000, 10**8  # to know how many steps a run has; further ones are estimated
+EPOCHS_LOOKED_AT = 100  # for the segments of a run: a source of a small weight may need very many
 _PLANS_KEPT = 2  # whole epochs: one and its neighbour
 
 
@@ -225,12 +226,12 @@ class StreamPlan:
         first: Ints = found[np.cumsum(counts)[counts > 0] - counts[counts > 0]]
         return first
 
-    def trained_segments(self, *, most_epochs: int) -> Ints:
-        """int64, ascending: which segments the run has; all, where ``most_epochs`` have not taken all and there are
+    def trained_segments(self) -> Ints:
+        """int64, ascending: which segments the run has; all, where `EPOCHS_LOOKED_AT` have not taken all and there are
         more. All rows have to be here."""
         seen = np.zeros(len(self.rows), dtype=np.bool_)
         left = self.total_steps
-        for epoch in range(most_epochs):
+        for epoch in range(EPOCHS_LOOKED_AT):
             if left <= 0 or seen.all():
                 return np.flatnonzero(seen)
             plan = self.epoch(epoch)

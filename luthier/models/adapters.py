@@ -34,20 +34,16 @@ _NO_FACTS = ("base_model_name_or_path", "auto_mapping", "inference_mode", "peft_
 
 
 def apply_adapter(
-    model: PreTrainedModel,
-    section: AdapterConfig,
-    parts: ModelParts | None = None,
-    *,
-    new_ids: Sequence[int] = (),
+    model: PreTrainedModel, section: AdapterConfig, *, new_ids: Sequence[int] = ()
 ) -> PreTrainedModel | PeftModel:
     """Mark what is trained. Frozen parameters have ``requires_grad`` False afterwards, and so have all in parts of the
-    model that ``adapter.train_parts`` leaves out. ``parts`` None: those that `find_parts` finds by itself. Under LoRA
-    the rows of ``new_ids`` are trained, and no others of the embedding (PEFT's trainable tokens).
+    model that ``adapter.train_parts`` leaves out. Under LoRA the rows of ``new_ids`` are trained, and no others of the
+    embedding (PEFT's trainable tokens).
 
     Raises `ModelError` where a pattern matches nothing (with the names there are), where nothing would be trained, and
     where an adapter to go on from is of another type.
     """
-    parts = find_parts(model) if parts is None else parts
+    parts = find_parts(model)
     routers = [] if section.train_routers else adapter_targets.frozen_routers(model)
     match section.type:
         case AdapterType.FULL | AdapterType.FREEZE | AdapterType.LLAMA_PRO:

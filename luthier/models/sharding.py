@@ -328,7 +328,7 @@ def _restore_adapter(model: PeftModel, checkpoint: Path) -> None:
 # ---- The decoder layers of a model, compiled: one after the other, each a graph of its own, the same for all of a kind
 
 
-def compile_layers(model: PreTrainedModel | PeftModel, *, recomputed: bool = False) -> int:
+def compile_layers(model: PreTrainedModel | PeftModel, *, recomputed: bool) -> int:
     """Compile each decoder layer in place, when it first runs, and return how many there are. Weights keep their names.
 
     ``recomputed``: training will ask the layers to compute their activations twice (gradient checkpointing).

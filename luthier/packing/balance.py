@@ -140,7 +140,7 @@ class Balancer:
         num_groups = len(rest) // self.group_size
         at_once = min(self.groups_sorted, max(1, num_groups // PORTIONS)) if whole else self.groups_sorted
         order = np.concatenate([head, self._groups(rest, costs, at_once, rng), tail])
-        return order, self._count(order, len(tail), costs, tokens)
+        return order, self._count(order, costs, tokens)
 
     def state(self) -> dict[str, int]:
         names = ("num_open", "open_cost", "open_tokens", "step_tokens")
@@ -174,7 +174,7 @@ class Balancer:
         by_cost = chosen[np.lexsort((costs[chosen], portion))]
         return by_cost.reshape(num_groups, size)[rng.permutation(num_groups)].reshape(-1)
 
-    def _count(self, order: Ints, num_tail: int, costs: Ints, tokens: Ints) -> Ints:
+    def _count(self, order: Ints, costs: Ints, tokens: Ints) -> Ints:
         num_groups, left = divmod(self.num_open + len(order), self.group_size)
         ends = np.arange(1, num_groups + 1, dtype=np.int64) * self.group_size - self.num_open
         upto = np.concatenate([[0], np.cumsum(tokens[order])])

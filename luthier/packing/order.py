@@ -184,7 +184,7 @@ def hold_out_part(num_rows: int, start: int, stop: int, *, seed: int) -> Ints:
     return _permutation(num_rows, seed, 0, 0, 5)[np.arange(start, min(stop, num_rows), dtype=np.int64)]
 
 
-def check_mixture(num_rows: Sequence[int], mixture: MixtureSettings, *, seed: int, most_tokens: int = 1) -> None:
+def check_mixture(num_rows: Sequence[int], mixture: MixtureSettings, *, seed: int, most_tokens: int) -> None:
     """Raise the `UserError` with which `RowOrder.epoch` would end, or for an epoch without a row, before it is made.
 
     How many tokens a row has is not known yet: from 1 to ``most_tokens``. By ``tokens`` an epoch is refused only where

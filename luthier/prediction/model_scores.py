@@ -61,7 +61,7 @@ def read_lines(path: Path) -> list[JsonObject]:
     return found
 
 
-def answers_in(lines: Sequence[Mapping[str, Any]], judged: Judgements | None = None) -> list[Answered]:
+def answers_in(lines: Sequence[Mapping[str, Any]], judged: Judgements | None) -> list[Answered]:
     """The answers to each question, with what a judge has said of them."""
     questions: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:

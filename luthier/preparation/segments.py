@@ -321,9 +321,7 @@ class Cuts:
     notes: Counter[str] = field(default_factory=Counter)
 
 
-def cut_leaves(
-    prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflow: Overflow, asked: bool = False
-) -> Cuts:
+def cut_leaves(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflow: Overflow, asked: bool) -> Cuts:
     """Each leaf on its own; ``asked``: only windows that the last answer ends in. Raises `UserError` under
     ``Overflow.ERROR`` for the first that is too long."""
     fits = leaves.lengths <= max_length

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import math
 import os
 import signal
 import threading
@@ -86,7 +85,7 @@ def encode_chunks(
     readers: Sequence[RowReader],
     *,
     workers: int | Literal["auto"],
-    bytes_left: Callable[[], float] = lambda: math.inf,
+    bytes_left: Callable[[], float],
 ) -> Generator[tuple[Tag, list[Outcome]], None, None]:
     """Each chunk's tag with one outcome per row, in the order of the chunks.
 

@@ -41,8 +41,8 @@ def require_answer(
     control: ControlTokens,
     has_header: bool,
     may_lack_thought: bool,
-    closing: str = "",
-    notation: Callable[[], str] = str,
+    closing: str,
+    notation: Callable[[], str],
     field: str,
 ) -> None:
     """Raise `RowError` unless ``learned``, without its stop, is the message with tags around its texts.

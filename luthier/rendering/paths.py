@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, compress, count, islice, pairwise, zip_longest
 from operator import attrgetter, is_not, itemgetter
-from types import MappingProxyType
 from typing import Any
 
 from luthier.errors import RowError
@@ -417,9 +416,9 @@ def cut_pieces(
     spans: Sequence[trained_turns.CompletionSpan],
     weigh: Weigh,
     *,
-    media: Mapping[int, int] = MappingProxyType({}),
-    start: int = 0,
-    end: int | None = None,
+    media: Mapping[int, int],
+    start: int,
+    end: int | None,
 ) -> tuple[Piece, ...]:
     """Control tokens that the template wrote become `ControlPiece`s, all else `TextPiece`s cut at owners and spans.
 

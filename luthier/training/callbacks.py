@@ -316,7 +316,7 @@ class Journal(TrainerCallback):  # type: ignore[misc]
         )
 
 
-def eval_record(state: TrainerState, logs: JsonObject, measured: tuple[str, ...] = ()) -> EvalRecord:
+def eval_record(state: TrainerState, logs: JsonObject, measured: tuple[str, ...]) -> EvalRecord:
     """The record of one evaluation's metrics."""
     return EvalRecord(
         step=state.global_step,

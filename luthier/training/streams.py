@@ -35,7 +35,6 @@ from luthier.records import Batch, Ints, Pack
 from luthier.training.data import RunData
 from luthier.writing import counted
 
-EPOCHS_LOOKED_AT = 100  # for the segments of a run: a source of a small weight may need very many
 ENDLESS = 2**40  # micro-batches: transformers wants a length, the steps say when it is over
 
 
@@ -285,7 +284,7 @@ def loader_state(schedule: StreamPlan, data: RunData, step: int) -> LoaderState:
 def needed_segments(schedule: StreamPlan, data: RunData, segments: Segments) -> NDArray[np.int64]:
     """int64, ascending: which segments of a side the run reads; all, where many epochs have not taken all."""
     if segments is data.train:
-        return schedule.trained_segments(most_epochs=EPOCHS_LOOKED_AT)
+        return schedule.trained_segments()
     return np.arange(len(segments), dtype=np.int64)
 
 

@@ -234,7 +234,7 @@ def _look(told: tuple[int, ExcerptToken, int]) -> tuple[bool, float, bool, bool]
     return unit.target, unit.weight, unit.differs, count > 1
 
 
-def _piece(units: Sequence[ExcerptToken], place: int, *, count: int = 1) -> _ExcerptPiece:
+def _piece(units: Sequence[ExcerptToken], place: int, *, count: int) -> _ExcerptPiece:
     """``count``: how many such tokens stand here."""
     first = units[0]
     text = "".join(unit.text for unit in units)

@@ -46,15 +46,11 @@ VOICES = ("system", "user", "assistant", "tool", "tools", "template", "text", "m
 Previews = Sequence[Sequence["Preview"]]  # of each row's media; nothing at all: they are told in words alone
 
 
-def tokens_html(rows: Sequence[RowView], *, heading: str | None = None, previews: Previews = ()) -> Markup:
-    """The rows' tokens in colour, with their style sheet; each token's numbers come up when a pointer rests on it.
-
-    ``heading`` is what stands above already: a row of that title gets no heading of its own. ``previews`` are shown as
-    pictures from ``data:`` addresses, which the page's own policy has to allow.
-    """
-    laid_out = _all_laid_out(rows, previews)
+def tokens_html(rows: Sequence[RowView]) -> Markup:
+    """The rows' tokens in colour, with their style sheet; each token's numbers come up when a pointer rests on it."""
+    laid_out = _all_laid_out(rows, ())
     # our own template, which escapes all that is put into it
-    return Markup(render("tokens.html.jinja", rows=laid_out, heading=heading, titles=True, **_legend(laid_out)))
+    return Markup(render("tokens.html.jinja", rows=laid_out, heading=None, titles=True, **_legend(laid_out)))
 
 
 def page_html(

@@ -224,7 +224,7 @@ def _is_before_answer(shown: RenderedCase, index: int, prompt: str, kwargs: Mapp
     message = shown.row.messages[index]
     if not any(text[:1].isspace() or text[:1] in "<[" for text in strings_of(message) if text):
         return True
-    marked = (*shown.row.messages[:index], _mark_ends(message, MARK, begin=True))
+    marked = (*shown.row.messages[:index], _mark_ends(message, begin=True))
     try:
         return shown.printer.render(marked, shown.row.tools, **kwargs).startswith(prompt)
     except RowError:
@@ -237,7 +237,7 @@ def _behind_answer(
     """What the template prints behind the last string of a turn, or behind a text where it prints none of the turn's;
     None if the turn cannot be marked."""
     messages = shown.row.messages
-    marked = _mark_ends(messages[index], MARK)
+    marked = _mark_ends(messages[index])
     tried = [marked, _with_ids_of(messages[index], marked)]  # some templates ask how long an id is
     if not any(isinstance(part, ToolCall) for part in marked.parts):
         tried.append(replace(messages[index], parts=(*messages[index].parts, Text(text=MARK))))
@@ -315,6 +315,6 @@ def _added_text(history: str, prompt: str) -> str:
     return prompt[common:]
 
 
-def _mark_ends(message: Message, mark: str, *, begin: bool = False) -> Message:
-    """The message with ``mark`` after each of its strings that says something, or before it."""
-    return changed_strings(message, lambda text: (mark + text if begin else text + mark) if text.strip() else text)
+def _mark_ends(message: Message, *, begin: bool = False) -> Message:
+    """The message with `MARK` after each of its strings that says something, or before it."""
+    return changed_strings(message, lambda text: (MARK + text if begin else text + MARK) if text.strip() else text)

@@ -186,7 +186,7 @@ def expected_prompt(
     own_template: PlainTemplate,
     tokenizer: ReferenceTokenizer,
     run_policy: RunPolicy,
-    reader: MediaReader | None = None,
+    reader: MediaReader | None,
 ) -> tuple[Ids, NeutralRow]:
     """What inference shows of a conversation that ends before an answer, and the row as it was rendered for that.
     Raises `RowError` as `expected_row` does."""

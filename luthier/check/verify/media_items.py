@@ -163,7 +163,7 @@ def _words(item: MediaItem) -> str:
 
 
 def expected_document(
-    row: Document, tokenizer: ReferenceTokenizer, target_policy: RunPolicy, reader: MediaReader | None = None
+    row: Document, tokenizer: ReferenceTokenizer, target_policy: RunPolicy, reader: MediaReader | None
 ) -> ExpectedRow:
     """A document is one turn: the model emits all of it, after what the tokenizer puts before any text. What stands for
     media is given, between texts that are emitted.

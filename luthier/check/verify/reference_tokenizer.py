@@ -83,7 +83,7 @@ class ReferenceTokenizer:
         assert all(ids[0] == self.control_ids[self._anchor] for ids in found), "the anchor is one token"
         return [ids[1:] for ids in found]
 
-    def continued_spans(self, text: str, *, forged: bool = False) -> list[tuple[int, int]]:
+    def continued_spans(self, text: str, *, forged: bool) -> list[tuple[int, int]]:
         """For each token that `continue_text` gives, the characters of ``text`` that it covers."""
         anchor = "" if self._anchor is None else self.secret_name(self._anchor) if forged else self._anchor
         encoding = (self._secret if forged else self._whole).encode(anchor + text, add_special_tokens=False)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from luthier.config import MappingNode, Node, Scalar, plain
+from luthier.config import MappingNode, Scalar, plain
 from luthier.config.peers import config_of, translation
 from luthier.config.peers.swift import SWIFT
 
@@ -79,9 +79,9 @@ def _numbers(reading: translation.Translator) -> None:
         if (kind := str(_said(reading, key))) in _TYPES:
             _write(reading, key, _TYPES[kind])
     if reading.flag("use_flash_attn"):
-        reading.entries["attn_impl"] = replace(
-            _scalar(reading, "use_flash_attn"), value="flash_attn", text="flash_attn"
-        )
+        node = reading.entries["use_flash_attn"]
+        assert isinstance(node, Scalar), node
+        reading.entries["attn_impl"] = replace(node, value="flash_attn", text="flash_attn")
     shared = _said(reading, "deepspeed")
     if isinstance(shared, str) and shared.startswith(("default-zero", "zero2-", "zero3-")):
         _write(reading, "deepspeed", shared.removeprefix("default-").replace("-", "_"))
@@ -93,12 +93,6 @@ def _numbers(reading: translation.Translator) -> None:
     if isinstance(share, float | int) and share:
         reading.refuse("freeze_parameters", reading.peer.table["missing"]["freeze_parameters_ratio"])
         reading.take("freeze_parameters")
-
-
-def _scalar(reading: translation.Translator, key: str) -> Scalar:
-    node: Node = reading.entries[key]
-    assert isinstance(node, Scalar), node
-    return node
 
 
 def _sets(reading: translation.Translator) -> None:

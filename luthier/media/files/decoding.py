@@ -160,13 +160,13 @@ def check_audio(header: AudioHeader, config: MediaConfig, name: str) -> None:
         raise _over(f"{what} are less than media.min_audio_seconds, {config.min_audio_seconds:g}", name)
 
 
-def check_frames(header: VideoHeader, num_frames: int, config: MediaConfig, name: str) -> None:
+def check_frames(header: VideoHeader, num_frames: int, config: MediaConfig) -> None:
     """The memory that the chosen frames of a video take (``media_limit``)."""
     size = num_frames * header.width * header.height * 3
     if size > config.max_decoded_bytes:
         what = f"{counted(num_frames, 'frame')} of {header.width} x {header.height} are {counted(size, 'byte')}"
         hint = f"media.max_decoded_bytes is {config.max_decoded_bytes:,}; lower media.fps or media.max_frames"
-        raise _over(f"{what}, {hint}", name)
+        raise _over(f"{what}, {hint}", "the chosen part of a video")
 
 
 def _over(what: str, name: str) -> RowError:
@@ -241,7 +241,7 @@ def decode(
             indices = tuple(range(header.num_frames)) if frame_indices is None else tuple(frame_indices)
             assert all(0 <= index < header.num_frames for index in indices), f"{indices} of {header.num_frames}"
             assert list(indices) == sorted(indices), f"frames are taken in their order, not {indices}"
-            check_frames(header, len(indices), access.config, "the chosen part of a video")
+            check_frames(header, len(indices), access.config)
             return _decode_video(media, header, access, indices, with_audio=with_audio, sampling_rate=sampling_rate)
         case _:
             raise AssertionError(f"{type(media).__name__} with {type(header).__name__}")

@@ -95,9 +95,7 @@ class Layout:
     version: str = ""
 
 
-def build_tags(
-    overrides: Mapping[str, str], *, role: str, content: str, thinking: tuple[str, str] | None = None
-) -> Tags:
+def build_tags(overrides: Mapping[str, str], *, role: str, content: str, thinking: tuple[str, str] | None) -> Tags:
     """The default tags with the user's in their places: ``{user_tag: customer}`` changes no other role's names."""
     names = dict(_ROLE_NAMES)
     for tag, our_role in _ROLE_TAGS.items():

@@ -297,7 +297,7 @@ class Delivery:
     def _check(self, snapshot: Snapshot) -> None:
         gaps: dict[str, list[NDArray[np.float32]]] = {}
         for ids, trained in snapshot.canaries:
-            for name, told in self.pool.scores_of_each(ids, 1).items():
+            for name, told in self.pool.scores_of_each(ids).items():
                 gaps.setdefault(name, []).append(np.abs(told - trained))
         for name, found in gaps.items():
             gap = float(np.concatenate(found).mean())

@@ -73,7 +73,7 @@ class SamplerProbes:
         """The likeliest cause of the gap in the step's answers, as a sentence. Called before the weights change, by all
         ranks."""
         gather_all(self.trained.model)  # until the next step
-        chosen = list(_some_calls(self._groups, _ASKED))
+        chosen = list(_some_calls(self._groups))
         if not chosen:
             return ""
         answers = [
@@ -219,9 +219,10 @@ def _kept(places_N: Ids, logps_NV: Logps, *, share: float | None = None, count: 
     return np.where(places_N <= last_N, found, logps_NV[rows, places_N]).astype(np.float32)
 
 
-def _some_calls(groups: Sequence[AnswerGroup], count: int) -> Iterator[tuple[int, ModelCall]]:
-    """Those of whole groups, until there are ``count``, with the number of their group: answers may have been swapped
+def _some_calls(groups: Sequence[AnswerGroup]) -> Iterator[tuple[int, ModelCall]]:
+    """Those of whole groups, until there are `_ASKED`, with the number of their group: answers may have been swapped
     within one."""
+    count = _ASKED
     for number, group in enumerate(groups):
         calls = [call for answer in group.answers for call in answer.calls if len(call.completion.ids)]
         yield from ((number, call) for call in calls)
