@@ -279,12 +279,6 @@ class MediaInputs:
         """
         return self.processor.features([(item.header, self._decoded(item)) for item in items])
 
-    def named(self, inputs: Mapping[str, object]) -> dict[str, object]:
-        """A batch's ``model_inputs`` as the model calls them: they are other names where a decoder stands beside an
-        encoder. Batches of `luthier.collate` have them already; inside of the package ids are ``input_ids``.
-        """
-        return self.processor.family.named(inputs)
-
     def of_prompts(
         self, ids_BT: NDArray[np.integer], features_B: Sequence[Features], *, answer_from: int | None = None
     ) -> dict[str, NDArray[Any]]:

@@ -29,7 +29,6 @@ from luthier.sources.files import DataFile
 from luthier.sources.origins import LocalFiles
 from luthier.sources.row_index import RowIndex
 from luthier.sources.source import Source
-from luthier.sources.text_files import line_row
 from luthier.store import SampleStore
 from luthier.store.disk import Disk
 from luthier.store.format import UNITS, joined
@@ -98,7 +97,6 @@ class WorkUnits:
     units: list[WorkUnit] = field(default_factory=list)
     _indexes: dict[int, RowIndex] = field(default_factory=dict)
     _line_counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # so many lines before this byte
-    _conversions: dict[int, str] = field(default_factory=dict)
     _buffer: bytearray = field(default_factory=bytearray)
 
     @classmethod
@@ -148,7 +146,8 @@ class WorkUnits:
         num_lines = raw.count(b"\n") + (read.more > 0 or (bool(raw) and not raw.endswith(b"\n")))
         first_line = self._lines_before(read.unit.file, read.start)
         self._line_counts[read.unit.file.path] = (read.stop, first_line + num_lines)
-        rows = _rows_of_lines(read.unit.file, raw, read.more, first_line=first_line, is_first=read.is_first)
+        lines, file = io.BytesIO(raw), read.unit.file
+        rows = text_files.read_lines(lines, file, number=first_line, is_first=read.is_first, more=read.more)
         return CutUnit(unit=read.unit, rows=rows, first_line=first_line, num_lines=num_lines)
 
     def pass_over(self, read: UnitBytes, num_lines: int) -> None:
@@ -172,7 +171,8 @@ class WorkUnits:
                 more = 0 if len(parts[1]) and parts[1][-1] == NEWLINE else _skip_line(stream)
             stop = stream.tell()
         unit.file.check_unchanged()
-        about = "\0".join((self._conversion(unit.source), unit.file.kind.value, str(is_first), str(more), ""))
+        conversion = conversion_of(self.sources[unit.source])
+        about = "\0".join((conversion, unit.file.kind.value, str(is_first), str(more), ""))
         digest = _digest(about.encode(), parts)
         return UnitBytes(unit=unit, digest=digest, start=start, stop=stop, is_first=is_first, parts=parts, more=more)
 
@@ -185,11 +185,6 @@ class WorkUnits:
         while filled < num_bytes and (got := stream.readinto(whole[filled:])):  # type: ignore[attr-defined]
             filled += got
         return whole[:filled]
-
-    def _conversion(self, source: int) -> str:
-        if source not in self._conversions:
-            self._conversions[source] = conversion_of(self.sources[source])
-        return self._conversions[source]
 
     def _lines_before(self, file: DataFile, offset: int) -> int:
         at, lines = self._line_counts.get(file.path, (0, 0))
@@ -221,24 +216,6 @@ def _digest(about: bytes, parts: Sequence[memoryview]) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
-
-
-def _rows_of_lines(
-    file: DataFile, raw: bytes, more: int, *, first_line: int, is_first: bool
-) -> Iterator[RowBytes | RowError]:
-    """``more``: bytes of the last line that are not in ``raw``. ``is_first``: no row of the file comes before these."""
-    for number, line in enumerate(io.BytesIO(raw), start=first_line + 1):
-        row: RowBytes | RowError | None
-        if len(line) > text_files.MAX_LINE_BYTES:
-            row = text_files.line_too_long(file, len(line) + (0 if line.endswith(b"\n") else more), number)
-        else:
-            row = line_row(file, line, number)
-        if row is None:
-            continue
-        if is_first:
-            text_files.check_first_row(file, row)
-            is_first = False
-        yield row
 
 
 def _skip_line(stream: IO[bytes]) -> int:

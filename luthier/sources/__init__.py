@@ -76,6 +76,11 @@ def row_too_long(num_bytes: int, address: Address, *, limit: int = MAX_ROW_BYTES
     return RowError("row_too_long", f"over {counted(num_bytes, 'byte')}, {limit:,} are allowed", address=address)
 
 
+def invalid_utf8(raw: bytes, error: UnicodeDecodeError) -> RowError:
+    """The error for a row whose bytes are no text, without its address."""
+    return RowError("invalid_utf8", f"byte 0x{raw[error.start]:02x} at offset {error.start} of the row")
+
+
 def unreadable(why: str, *, reason: str = "unreadable_value") -> dict[str, list[str]]:
     """What stands in a row in the place of a value that has no JSON form; it costs the row where its column is used."""
     return {"unreadable value": [reason, why]}
@@ -222,7 +227,7 @@ def _diagnose(raw: bytes, error: Exception) -> NoReturn:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as fault:
-        raise RowError("invalid_utf8", f"byte 0x{raw[fault.start]:02x} at offset {fault.start} of the row") from None
+        raise invalid_utf8(raw, fault) from None
     try:
         data = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:

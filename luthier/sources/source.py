@@ -231,18 +231,17 @@ def open_sources(sources: Sequence[SourceConfig], *, seed: int) -> list[Source]:
 
     Raises `SourceError` for what is missing, empty, or of a format that cannot be recognised.
     """
-    return [_open_source(config, seed) for config in sources]
+    opened = []
+    for config in sources:
+        try:
+            opened.append(_open_source(config, seed))
+        except SourceError as error:
+            error.path = config.path  # by which its entry in the run description is found again
+            raise
+    return opened
 
 
 def _open_source(config: SourceConfig, seed: int) -> Source:
-    try:
-        return _opened(config, seed)
-    except SourceError as error:
-        error.path = config.path  # by which its entry in the run description is found again
-        raise
-
-
-def _opened(config: SourceConfig, seed: int) -> Source:
     config = _take_count(config)
     origin = open_origin(config)
     rows = _first_rows(origin, config)

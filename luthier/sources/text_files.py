@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from luthier.config.choices import Documents
 from luthier.errors import RowError, SourceError
 from luthier.records import Address
-from luthier.sources import MAX_ROW_BYTES, RowBytes, num_outer_keys, row_too_long
+from luthier.sources import MAX_ROW_BYTES, RowBytes, invalid_utf8, num_outer_keys, row_too_long
 from luthier.sources.files import DataFile, FileKind, open_compressed
 from luthier.writing import counted
 
@@ -45,9 +45,9 @@ def read_text_file(file: DataFile) -> Iterator[RowBytes | RowError]:
                 case FileKind.TXT if file.documents is Documents.FILE:
                     yield from _read_whole(stream, file)
                 case FileKind.JSONL | FileKind.TXT:
-                    yield from _read_lines(stream, file)
+                    yield from read_lines(stream, file)
                 case FileKind.JSON if _is_lines(stream):
-                    yield from _read_lines(stream, file)
+                    yield from read_lines(stream, file)
                 case FileKind.JSON:
                     yield from read_json_rows(stream, file.path)
                 case FileKind.CSV | FileKind.TSV:
@@ -132,10 +132,14 @@ def check_first_row(file: DataFile, row: RowBytes | RowError) -> None:
         raise SourceError(f"{row.address}: the first row is a JSON array, not an object", hint=hint)
 
 
-def _read_lines(stream: IO[bytes], file: DataFile) -> Iterator[RowBytes | RowError]:
-    """One row a line; blank lines are allowed. Addresses are line numbers."""
-    is_first = True
-    number = 0
+def read_lines(
+    stream: IO[bytes], file: DataFile, *, number: int = 0, is_first: bool = True, more: int = 0
+) -> Iterator[RowBytes | RowError]:
+    """One row a line; blank lines are allowed. Addresses are line numbers.
+
+    Of a part of a file ``number`` lines are before it, and no row if it ``is_first``; ``more`` bytes of its last line
+    are behind it.
+    """
     while line := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
         if len(line) > MAX_LINE_BYTES:
@@ -143,7 +147,7 @@ def _read_lines(stream: IO[bytes], file: DataFile) -> Iterator[RowBytes | RowErr
             while line and not line.endswith(b"\n"):
                 line = stream.readline(_SKIP_BYTES)
                 num_bytes += len(line)
-            yield line_too_long(file, num_bytes, number)
+            yield line_too_long(file, num_bytes if line.endswith(b"\n") else num_bytes + more, number)
             continue
         row = line_row(file, line, number)
         if row is None:
@@ -193,7 +197,7 @@ def _text_row(text: bytes, address: Address) -> RowBytes | RowError | None:
     try:
         decoded = text.decode("utf-8")
     except UnicodeDecodeError as error:
-        return _invalid_utf8(text, error).at(address)
+        return invalid_utf8(text, error).at(address)
     return RowBytes(raw=msgspec.json.encode({"text": decoded}), address=address) if decoded.strip() else None
 
 
@@ -280,12 +284,8 @@ def _table_row(header: list[str], cells: list[str], address: Address) -> RowByte
         try:
             line.decode("utf-8")
         except UnicodeDecodeError as error:
-            return _invalid_utf8(line, error).at(address)
+            return invalid_utf8(line, error).at(address)
         return RowError("invalid_utf8", "in one of the cells", address=address)
-
-
-def _invalid_utf8(line: bytes, error: UnicodeDecodeError) -> RowError:
-    return RowError("invalid_utf8", f"byte 0x{line[error.start]:02x} at offset {error.start} of the row")
 
 
 # ---------------------------------------------------------------------------------------------------------- JSON arrays

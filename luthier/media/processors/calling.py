@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import PIL.Image
 
     from luthier.config.inputs import MediaConfig
-    from luthier.media.families import Processor
 
 
 # ----------------------------------------------------------------------------------------------------------------------

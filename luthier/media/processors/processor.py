@@ -88,11 +88,9 @@ class MediaProcessor:
         options: MediaConfig,
         *,
         trust_remote_code: bool = False,
-        revision: str | None = None,
-        cache_dir: str | None = None,
         model_type: str = "",
     ) -> MediaProcessor | None:
-        """The processor of a model's folder or hub name; None: it has none, so the model reads text alone.
+        """The processor in a model's folder; None: it has none, so the model reads text alone.
 
         Raises `ModelError` if the files cannot be made into a processor, or an option does not fit it.
         """
@@ -104,9 +102,7 @@ class MediaProcessor:
         if trust_remote_code:
             offer_older_names()
         try:
-            processor = AutoProcessor.from_pretrained(
-                source, trust_remote_code=trust_remote_code, revision=revision, cache_dir=cache_dir
-            )
+            processor = AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
             missing = [package for package in _PACKAGES if find_spec(package) is None]
             if missing:
@@ -237,11 +233,8 @@ class MediaProcessor:
         """How many seconds of a sound the model hears, where its extractor cuts the rest off; None: all of it."""
         rule, settings = self._rule(MediaKind.AUDIO), self._settings[MediaKind.AUDIO]
         limit = None if rule.longest is None else rule.longest(settings)
-        return (
-            None
-            if limit is None or header.seconds <= limit / settings["sampling_rate"]
-            else limit / settings["sampling_rate"]
-        )
+        heard = None if limit is None else limit / settings["sampling_rate"]
+        return None if heard is None or header.seconds <= heard else heard
 
     def features(self, items: Sequence[tuple[MediaHeader, Decoded]]) -> dict[str, NDArray[np.generic]]:
         """What the processor makes of a sample's media, without the outputs along its tokens; {} of none.
