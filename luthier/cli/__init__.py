@@ -25,7 +25,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.text import Text
 from typer.core import TyperCommand
 
-from luthier.errors import ConfigError, UserError, install_hint
+from luthier.errors import ConfigError, UserError, first_line, install_hint
 from luthier.ledger import SAME_AS_HELD_OUT
 from luthier.library import Listener, Remark
 from luthier.terminal import Terminal
@@ -103,7 +103,7 @@ def as_mistake(error: BaseException) -> BaseException:
     known, the `UserError` that says what to do."""
     if _is_of_memory(error):
         return UserError(
-            f"memory ran out: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            f"memory ran out: {first_line(error)}",
             hint="less is needed with a smaller data.max_length or train.per_device_train_batch_size, with "
             "train.gradient_checkpointing: true, adapter: lora, or a smaller model; luthier plan estimates it",
         )

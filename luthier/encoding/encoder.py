@@ -353,10 +353,14 @@ def join(filled: Filled, outcomes: Sequence[Sample | RowError], control_ids: NDA
         if common < prompt_length:  # a rule takes out how the answers begin, and they begin differently
             assert part.prompt_text == filled.prompt_text, "one prompt, rendered twice"
             prompt_length = common
-    try:
-        _check(samples, prompt_length)
-    except RowError as error:
-        return error.at(filled.address)
+    if not prompt_length:
+        what = "there is nothing before the answer, so nothing predicts its first token"
+        return RowError("empty_prompt", what, address=filled.address)
+    first = samples[0].input_ids
+    if any(np.array_equal(first, other.input_ids) for other in samples[1:]):
+        what = f"chosen and rejected are the same {counted(len(first) - prompt_length, 'token')}"
+        what += ", so there is nothing to prefer"
+        return RowError("no_difference", what, address=filled.address, field="rejected")
     turns = _turns(filled, filled.comparison, samples[0], prompt_length, control_ids)
     return replace(
         prompt_tree(samples, prompt_length),
@@ -364,19 +368,6 @@ def join(filled: Filled, outcomes: Sequence[Sample | RowError], control_ids: NDA
         verdict=filled.comparison.verdict,
         prompt_turns=turns,
     )
-
-
-def _check(samples: Sequence[Sample], prompt_length: int) -> None:
-    if not prompt_length:
-        raise RowError("empty_prompt", "there is nothing before the answer, so nothing predicts its first token")
-    first = samples[0].input_ids
-    for other in samples[1:]:
-        if np.array_equal(first, other.input_ids):
-            what = (
-                f"chosen and rejected are the same {counted(len(first) - prompt_length, 'token')}, so "
-                f"there is nothing to prefer"
-            )
-            raise RowError("no_difference", what, field="rejected")
 
 
 def _common_length(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

@@ -96,12 +96,8 @@ def find_head(model: nn.Module) -> OutputHead:
         scale *= divisor if plain.config.model_type in _MULTIPLIED_BY_LOGITS_SCALING else 1 / divisor
     softcap = entries.get("final_logit_softcapping")
     # Whether the model can compute its logits at chosen positions only (``logits_to_keep`` of its forward).
-    return OutputHead(
-        layer=layer,
-        scale=scale,
-        softcap=softcap,
-        keeps="logits_to_keep" in inspect.signature(plain_model(model).forward).parameters,
-    )
+    keeps = "logits_to_keep" in inspect.signature(plain.forward).parameters
+    return OutputHead(layer=layer, scale=scale, softcap=softcap, keeps=keeps)
 
 
 def prove_head(model: nn.Module, head: OutputHead, inputs: Mapping[str, object]) -> OutputHead:
@@ -283,13 +279,17 @@ class ModelPass:
         self, model: nn.Module, batch: Batch, *, entropy: bool = False
     ) -> tuple[Scored[TokenScores], Targets]:
         """The log-probability of each target; with ``entropy`` also that of the distribution it is drawn from."""
-        return self.scored(model, batch, _scores_with_entropy if entropy else _log_probabilities)
+
+        def score(hidden_KD: torch.Tensor, head: AnyHead, targets: Targets) -> TokenScores:
+            return token_scores(hidden_KD, head, targets.ids_K, entropy=entropy)
+
+        return self.scored(model, batch, score)
 
     def values(self, model: nn.Module, batch: Batch, head: ValueHead) -> tuple[Scored[Valued], Targets]:
         """`token_scores` with entropies, and what the value head expects at each target, float32[K]."""
 
         def score(hidden_KD: torch.Tensor, of: AnyHead, targets: Targets) -> Valued:
-            return _scores_with_entropy(hidden_KD, of, targets), head(hidden_KD)
+            return token_scores(hidden_KD, of, targets.ids_K, entropy=True), head(hidden_KD)
 
         return self.scored(model, batch, score)
 
@@ -384,14 +384,6 @@ def segment_ends(batch: Batch) -> torch.Tensor:
         for leaf in leaves(branches)
     ]
     return torch.tensor(ends)
-
-
-def _log_probabilities(hidden_KD: torch.Tensor, head: AnyHead, targets: Targets) -> TokenScores:
-    return token_scores(hidden_KD, head, targets.ids_K)
-
-
-def _scores_with_entropy(hidden_KD: torch.Tensor, head: AnyHead, targets: Targets) -> TokenScores:
-    return token_scores(hidden_KD, head, targets.ids_K, entropy=True)
 
 
 class RouterBalance:

@@ -137,11 +137,11 @@ class Renderer:
         return self.template
 
     def _compared(self, row: other_rows.ComparedRow) -> Filled:
-        sides_media = media_of([*row.prompt, *(m for side in other_rows.continuations(row).values() for m in side)])
-        template = self._need_template(sides_media)
+        continuations = other_rows.continuations(row)
+        template = self._need_template(media_of([*row.prompt, *(m for side in continuations.values() for m in side)]))
         sides: dict[str, Filled] = {}
         prompt: tuple[records.Message, ...] = ()
-        for side, messages in other_rows.continuations(row).items():
+        for side, messages in continuations.items():
             try:
                 ready = other_rows.only_last(
                     self._prepared(other_rows.with_continuation(row, messages), template), len(messages)

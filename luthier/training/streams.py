@@ -59,20 +59,6 @@ class World:
 Watch = Callable[[Iterator[Batch]], Iterator[Batch]]  # looks at the batches as they go by
 
 
-class ReadsBatches(Protocol):
-    """Makes a batch of what is planned."""
-
-    def read(self, planned: PlannedMicroBatch) -> Batch:
-        """The batch."""
-
-
-class ReadsPacks(Protocol):
-    """Gives the segments of what is planned."""
-
-    def packs(self, planned: PlannedMicroBatch) -> list[Pack]:
-        """The segments, with their rows' addresses."""
-
-
 class DrawsAnswers(Protocol):
     """Has the model answer the questions of a step."""
 
@@ -84,11 +70,11 @@ class DrawsAnswers(Protocol):
     def staleness(self) -> int:
         """How many updates the weights that draw may be behind."""
 
-    def begin(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch], *, after: int) -> None:
+    def begin(self, reader: MicroBatchReader, planned: Sequence[PlannedMicroBatch], *, after: int) -> None:
         """Have the answers of a later step drawn meanwhile, by the weights of now, which are those ``after`` so many
         steps."""
 
-    def batches(self, reader: ReadsPacks, planned: Sequence[PlannedMicroBatch]) -> list[Batch]:
+    def batches(self, reader: MicroBatchReader, planned: Sequence[PlannedMicroBatch]) -> list[Batch]:
         """What this rank learns from, at least one micro-batch, which is blank where nothing can be learned from."""
 
     def save(self, folder: Path, step: int) -> None:
@@ -123,13 +109,16 @@ class SegmentsReader:
         ]
 
 
+MicroBatchReader = BatchReader | SegmentsReader  # of rows in the store, or in memory
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainStream:
     """One rank's micro-batches from step ``first_step`` on. With ``rollouts`` rows are questions, and micro-batches
     hold the answers that the model gives in that step."""
 
     schedule: StreamPlan
-    reader: ReadsBatches
+    reader: MicroBatchReader
     rank: int
     num_workers: int
     first_step: int
@@ -162,7 +151,7 @@ class TrainStream:
             for step in itertools.count(self.first_step):
                 yield list(itertools.islice(batches, self.schedule.turns(step)))
         reader, rollouts = self.reader, self.rollouts
-        assert isinstance(reader, BatchReader | SegmentsReader) and rollouts is not None
+        assert rollouts is not None
         questions = self.schedule.micro_batches(self.rank, first_step=self.first_step)
         drawn: deque[list[Batch]] = deque()
         ahead: deque[list[PlannedMicroBatch]] = deque()
@@ -206,7 +195,7 @@ def train_stream(
 class EvalStream:
     """One rank's share of one pass over the held-out segments."""
 
-    reader: ReadsBatches
+    reader: MicroBatchReader
     rows: RowTable
     plan: EpochPlan
     rank: int
@@ -243,14 +232,16 @@ class EvalStream:
         return self.watch(iterate_batches(self.reader, planned, num_workers=self.num_workers))
 
 
-def sharing(reader: ReadsBatches, shared: bool) -> ReadsBatches:
+def sharing(reader: MicroBatchReader, shared: bool) -> MicroBatchReader:
     """The same reader with segments that begin alike as trees, or each whole."""
     if not isinstance(reader, BatchReader) or reader.shared == shared:
         return reader
     return BatchReader(reader.store, reader.how, shared=shared, media=reader.media)
 
 
-def iterate_batches(reader: ReadsBatches, planned: Iterator[PlannedMicroBatch], *, num_workers: int) -> Iterator[Batch]:
+def iterate_batches(
+    reader: MicroBatchReader, planned: Iterator[PlannedMicroBatch], *, num_workers: int
+) -> Iterator[Batch]:
     """The batches in order, read here or by workers; from memory always here. Raises what `iterate` raises."""
     if isinstance(reader, BatchReader):
         return iterate(reader, planned, num_workers=num_workers)
@@ -311,7 +302,7 @@ def _decisive(settings: PlanSettings) -> dict[str, StateScalar]:
 
 def _reader(
     segments: Segments, rows: RowTable, how: CollateSettings, *, shared: bool, media: MediaInputs | None
-) -> ReadsBatches:
+) -> MicroBatchReader:
     if rows.is_stored:
         return BatchReader(rows.store, how, shared=shared, media=media)
     return SegmentsReader(segments=segments, how=how, media=media)

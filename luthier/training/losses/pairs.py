@@ -244,9 +244,9 @@ class RewardLosses(step_losses.Stateless):
     """``rm``: the reward of the chosen answer above that of the rejected one."""
 
     forward: ModelPass
-    name: str = "bradley_terry"
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    num_sources: int = 1
+    name: str
+    numbers: Mapping[str, float]
+    num_sources: int
 
     @property
     def measured(self) -> tuple[str, ...]:
