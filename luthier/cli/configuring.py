@@ -221,11 +221,7 @@ def train(config: ConfigFile, overrides: Overrides = None, json: JsonTarget = No
 
 def train_and_tell(config: str, overrides: Sequence[str], console: Console, *, quickstart: bool = False) -> Report:
     """Train, and print what the run says of itself on the way."""
-
-    def heard(event: object) -> None:
-        _tell(event, console)
-
-    with listening(console, heard) as listen:
+    with listening(console, lambda event: _tell(event, console)) as listen:
         return library.train_and_report(config, overrides=overrides, on_event=listen, quickstart=quickstart)
 
 

@@ -178,6 +178,7 @@ def _of_run(description: RunDescription, options: EncodeOptions) -> _Machinery:
 
 
 def _of_options(tokenizer: Tokenizer, options: EncodeOptions) -> _Machinery:
+    """What encodes under these options, with all the recordings it has made."""
     control = options.get("control", "as_text")
     policy = TargetPolicy(
         train_on=TrainOn(options.get("train_on", "assistant")),
@@ -188,32 +189,16 @@ def _of_options(tokenizer: Tokenizer, options: EncodeOptions) -> _Machinery:
         kind=kind_of(options.get("objective", "sft")),
         history=HistoryRendering(options.get("history", "inference")),
     )
-    return _machinery(
-        tokenizer,
-        policy,
-        options.get("template_kwargs") or {},
-        processor=options.get("processor"),
-        media=options.get("media") or {},
-    )
-
-
-def _machinery(
-    tokenizer: Tokenizer,
-    policy: TargetPolicy,
-    kwargs: Mapping[str, object],
-    *,
-    processor: object,
-    media: Mapping[str, Any],
-) -> _Machinery:
-    """What encodes under these options, with all the recordings it has made."""
+    kwargs, media = options.get("template_kwargs") or {}, options.get("media") or {}
+    processor = options.get("processor")
     # the processor itself, not what it holds: its class need not be able to compare
     key = (policy, msgspec.json.encode(dict(sorted(kwargs.items()))), id(processor), repr(sorted(media.items())))
     known: dict[Any, _Machinery] = tokenizer.kept  # which goes with it: what encodes holds the tokenizer itself
     if key not in known:
-        options = MediaConfig(**media)
+        config = MediaConfig(**media)
         measurer = Measurer(
-            lambda: None if processor is None else MediaProcessor.of(processor, options),
-            MediaAccess(options),
+            lambda: None if processor is None else MediaProcessor.of(processor, config),
+            MediaAccess(config),
             one_each=decoder_of(tokenizer.files.processor_class) is not None,
         )
         renderer = Renderer(template_under(tokenizer, kwargs), tokenizer.control, policy, slots=measurer.slots)

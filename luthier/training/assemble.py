@@ -175,11 +175,6 @@ class RunSetup:
         """This process among the ranks."""
         return self.hooks.stop.world
 
-    @property
-    def first_step(self) -> int | None:
-        """Where a run goes on; None where it begins."""
-        return None if self.resume is None else checkpoint_step(self.resume)
-
 
 def make_trainer(setup: RunSetup) -> Trainer:
     """The trainer, ready to run."""
@@ -191,18 +186,15 @@ def make_trainer(setup: RunSetup) -> Trainer:
     shared = _shares(config, data, schedule)
     how = collating(config, tokenizer, run_model.loaded, shared=shared)
     lost = LostMediaRows(config.output.dir, data.ledger, max_drop=config.data.max_drop, tell=hooks.tell)
-    stream = streams.train_stream(
-        data.train,
-        schedule,
-        how,
+    stream = streams.TrainStream(
+        schedule=schedule,
+        reader=streams.reader_of(data.train, schedule.rows, how, shared=shared, media=media),
         rank=setup.world.rank,
-        first_step=setup.first_step or 0,
         num_workers=config.runtime.dataloader_num_workers,
-        shared=shared,
-        media=media,
+        first_step=0 if setup.resume is None else checkpoint_step(setup.resume),
     )
     steps = stream.first_step if stream.is_over else schedule.horizon  # the horizon may be an estimate
-    first = evaluates and setup.first_step is None
+    first = evaluates and setup.resume is None
     arguments = optimizer.training_arguments(config, max_steps=steps, evaluates=evaluates, evaluates_first=first)
     losses, eval_losses = _losses(setup, how, shared=shared, device=arguments.device)
     if isinstance(run_model.model, PeftModel):
@@ -470,7 +462,7 @@ def _first_values(setup: RunSetup, model: PeftModel, how: CollateSettings, losse
             initial_adapter.begin_by_gradients(model, losses, setup.data.train, how, media)
         if setup.world.is_main:
             adapter_files.keep_initial_adapter(model, initial)
-    match start if setup.first_step is None else None:
+    match start if setup.resume is None else None:
         case "eva":
             left = initial_adapter.begin_by_activations(model, losses.forward, setup.data.train, how, media)
             if left:

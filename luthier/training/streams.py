@@ -175,22 +175,6 @@ class TrainStream:
         return self.watch(iterate_batches(self.reader, planned, num_workers=self.num_workers))
 
 
-def train_stream(
-    segments: Segments,
-    schedule: StreamPlan,
-    how: CollateSettings,
-    *,
-    rank: int,
-    first_step: int,
-    num_workers: int,
-    shared: bool = False,
-    media: MediaInputs | None = None,
-) -> TrainStream:
-    """The stream of a run over ``segments``. ``shared`` and ``media`` as in `BatchReader`."""
-    reader = _reader(segments, schedule.rows, how, shared=shared, media=media)
-    return TrainStream(schedule=schedule, reader=reader, rank=rank, num_workers=num_workers, first_step=first_step)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EvalStream:
     """One rank's share of one pass over the held-out segments."""
@@ -217,7 +201,7 @@ class EvalStream:
         """The held-out segments, those of ``rows``, in the order of their first epoch. ``shared``, ``media`` as in
         `BatchReader`."""
         return EvalStream(
-            reader=_reader(segments, rows, how, shared=shared, media=media),
+            reader=reader_of(segments, rows, how, shared=shared, media=media),
             rows=rows,
             plan=plan_epoch(rows, settings, epoch=0),
             rank=rank,
@@ -300,9 +284,10 @@ def _decisive(settings: PlanSettings) -> dict[str, StateScalar]:
     }
 
 
-def _reader(
+def reader_of(
     segments: Segments, rows: RowTable, how: CollateSettings, *, shared: bool, media: MediaInputs | None
 ) -> MicroBatchReader:
+    """What reads the ``segments``, which are those of ``rows``. ``shared`` and ``media`` as in `BatchReader`."""
     if rows.is_stored:
         return BatchReader(rows.store, how, shared=shared, media=media)
     return SegmentsReader(segments=segments, how=how, media=media)

@@ -12,7 +12,7 @@ from luthier.config.choices import Packing
 from luthier.loader.numbered_rows import RowTable
 from luthier.packing import PlanSettings
 from luthier.records import Batch
-from luthier.training.streams import EvalStream, TrainStream, train_stream
+from luthier.training.streams import EvalStream, TrainStream, reader_of
 
 SEGMENTS = make_segments(11)
 HOW = CollateSettings(packed=True, pad_token_id=0)
@@ -23,7 +23,8 @@ def _stream(*, ranks: int = 1, rank: int = 0, step_size: int = 4, first_step: in
         packing=Packing.BEST_FIT, capacity=32, micro_batches_per_step=step_size, num_ranks=ranks, seed=seed
     )
     schedule = make_plan(make_table(SEGMENTS), settings, num_epochs=2)
-    return train_stream(SEGMENTS, schedule, HOW, rank=rank, first_step=first_step, num_workers=0)
+    reader = reader_of(SEGMENTS, schedule.rows, HOW, shared=False, media=None)
+    return TrainStream(schedule=schedule, reader=reader, rank=rank, num_workers=0, first_step=first_step)
 
 
 def _same(one: Batch, other: Batch) -> bool:

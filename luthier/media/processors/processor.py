@@ -145,8 +145,10 @@ class MediaProcessor:
         return tuple(kind for kind in MediaKind if self.family.rule(kind) is not None and kind in self._settings)
 
     def inline(self, kind: str) -> str:
-        """What is written for an item where no chat template does it: the token, and what goes around it."""
-        return self._in_call(MediaKind(kind))
+        """What is written for an item where no chat template does it: the token, and what its class insists on around
+        it."""
+        before, after = (getattr(self.processor, name) if name else "" for name in self._rule(MediaKind(kind)).around)
+        return f"{before}{self.placeholder(kind)}{after}"
 
     @property
     def wrapped(self) -> dict[str, str]:
@@ -286,7 +288,7 @@ class MediaProcessor:
         if sounds is not None and len(sounds.strings) == len(items):
             calling.check_strings(self.processor, planned, sounds.strings)
             return calling.as_arrays(self.family, sounds.outputs)
-        text = "\n".join(self._in_call(kind_of(header)) for header in headers)
+        text = "\n".join(self.inline(kind_of(header)) for header in headers)
         output = self.run(text, items)
         calling.check_expansion(self.processor, planned, output)
         return calling.as_arrays(self.family, output if sounds is None else {**output, **sounds.outputs})
@@ -341,11 +343,6 @@ class MediaProcessor:
                 before, after = (getattr(self.processor, name) for name in names)
                 found[self.placeholder(kind)] = f"{before}{self.placeholder(kind)}{after}"
         return found
-
-    def _in_call(self, kind: MediaKind) -> str:
-        """The placeholder with what the class insists on around it."""
-        before, after = (getattr(self.processor, name) if name else "" for name in self._rule(kind).around)
-        return f"{before}{self.placeholder(kind)}{after}"
 
     def _seamed(self, string: str, kind: MediaKind, neighbour: bool, following: Sequence[str], index: int) -> str:
         seam = self._rule(kind).seam
