@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from luthier.errors import ConfigError, ModelError, UserError
+
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
@@ -204,7 +206,6 @@ def plan(
     """
     from luthier.check.plan import drawing_of, with_media
     from luthier.check.plan.estimate import check_name
-    from luthier.errors import ModelError
 
     tell = on_event or _silent
     with _described(config, overrides, tell, "plan") as run:
@@ -339,7 +340,6 @@ def _described(
     planning does too, what is wrong with its data sets is raised; and always what is wrong with rewards and metrics.
     """
     from luthier.config.loading import load_draft
-    from luthier.errors import ConfigError
     from luthier.plugins import refuse_in_workers
 
     refuse_in_workers()
@@ -366,7 +366,6 @@ def _described(
 
 def _checked_to_train(draft: Draft) -> list[str]:
     from luthier.config.machine import TRAINING, is_installed
-    from luthier.errors import ConfigError
 
     if not all(map(is_installed, TRAINING)):
         raise ConfigError(list(draft.machine))
@@ -441,23 +440,21 @@ def _train_meanwhile(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tel
         from luthier.training.report.report import Report
 
         encoder = Encoder.from_config(run)
-        samples: list[Any] = []
+        views: list[RowView] = []
 
         def open_data() -> RunData:
             data = open_live_data(run, reader)
-            view = _first_to_arrive(data, reader, encoder, tell)
-            tell(FirstSample(rows=(view,)))
-            samples.append(tokens_html([view]))
+            views.append(_first_to_arrive(data, reader, encoder, tell))
+            tell(FirstSample(rows=tuple(views)))
             return data
 
         result = fit_data(run, encoder.tokenizer, open_data, callbacks=callbacks, on_event=tell)
-    return Report(result=result, fingerprints=_fingerprints(encoder), sample=samples[0])
+    return Report(result=result, fingerprints=_fingerprints(encoder), sample=tokens_html(views))
 
 
 def _first_to_arrive(data: RunData, reader: FeedReader, encoder: Encoder, tell: Listener) -> RowView:
     """The first row of the run that is not lost."""
     from luthier.check.show.view import show_pack
-    from luthier.errors import UserError
     from luthier.records import Pack
 
     for text in reader.facts().told:

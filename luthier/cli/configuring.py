@@ -21,6 +21,7 @@ from rich.text import Text
 
 from luthier import __version__, library
 from luthier.cli import ConfigFile, JsonTarget, Overrides, listening, reporting, tell_preparation
+from luthier.errors import UserError
 from luthier.terminal import facts_table, stderr_terminal
 from luthier.writing import counted, printable, to_json, write_text
 
@@ -63,7 +64,6 @@ def import_(config: ConfigFile, overrides: Overrides = None) -> None:
     """
     with reporting(None):
         from luthier.config.loading import dump_translation, load_draft
-        from luthier.errors import UserError
 
         draft = load_draft(config, overrides or (), check_paths=False)
         if draft.translation is None:

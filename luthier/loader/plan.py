@@ -140,9 +140,9 @@ class StreamPlan:
             taken=self.source_counts(number + 1),
         )
 
-    def is_last(self, number: int) -> bool:
-        """Whether no step comes after this one."""
-        return self._window(number + 1) is None
+    def is_over(self, steps_done: int) -> bool:
+        """Whether no step is left after so many."""
+        return steps_done > 0 and self._window(steps_done) is None
 
     def ends_epoch(self, steps_done: int) -> bool:
         """Whether the last of ``steps_done`` steps was an epoch's last."""

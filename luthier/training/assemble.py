@@ -186,14 +186,8 @@ def make_trainer(setup: RunSetup) -> Trainer:
     shared = _shares(config, data, schedule)
     how = collating(config, tokenizer, run_model.loaded, shared=shared)
     lost = LostMediaRows(config.output.dir, data.ledger, max_drop=config.data.max_drop, tell=hooks.tell)
-    stream = streams.TrainStream(
-        schedule=schedule,
-        reader=streams.reader_of(data.train, schedule.rows, how, shared=shared, media=media),
-        rank=setup.world.rank,
-        num_workers=config.runtime.dataloader_num_workers,
-        first_step=0 if setup.resume is None else checkpoint_step(setup.resume),
-    )
-    steps = stream.first_step if stream.is_over else schedule.horizon  # the horizon may be an estimate
+    first_step = 0 if setup.resume is None else checkpoint_step(setup.resume)
+    steps = first_step if schedule.is_over(first_step) else schedule.horizon  # the horizon may be an estimate
     first = evaluates and setup.resume is None
     arguments = optimizer.training_arguments(config, max_steps=steps, evaluates=evaluates, evaluates_first=first)
     losses, eval_losses = _losses(setup, how, shared=shared, device=arguments.device)
@@ -202,7 +196,15 @@ def make_trainer(setup: RunSetup) -> Trainer:
     keeps_trees = shared and losses.forward.isolation.shared  # as found by trying
     check_reward_columns(config, data.train)
     rollouts = _rollouts(setup, how, losses, shared=keeps_trees)
-    stream = replace(stream, watch=lost.watch, reader=streams.sharing(stream.reader, keeps_trees), rollouts=rollouts)
+    stream = streams.TrainStream(
+        schedule=schedule,
+        reader=streams.reader_of(data.train, schedule.rows, how, shared=keeps_trees, media=media),
+        rank=setup.world.rank,
+        num_workers=config.runtime.dataloader_num_workers,
+        first_step=first_step,
+        watch=lost.watch,
+        rollouts=rollouts,
+    )
     eval_stream = None
     if data.eval is not None:
         eval_stream = replace(_one_pass(setup, how, data.eval), watch=partial(lost.watch, counted=False))

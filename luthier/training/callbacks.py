@@ -98,7 +98,7 @@ class Flow(TrainerCallback):  # type: ignore[misc]  # transformers publishes no 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         step = state.global_step
         state.epoch = self.schedule.epoch_after(step)
-        last = self.schedule.is_last(step - 1)
+        last = self.schedule.is_over(step)
         stop = self._is_asked = self.asked_to_stop()
         evaluation, output = self.config.eval, self.config.output
         # another callback may have switched on what is not due
@@ -157,12 +157,12 @@ class AnsweringBetween(TrainerCallback):  # type: ignore[misc]
     """Has held-out rows answered at each evaluation between the first step and the last; before the one and after the
     other they are answered anyway. ``answer`` is called on all ranks."""
 
-    def __init__(self, answer: Callable[[], None], is_last: Callable[[int], bool]) -> None:
-        self.answer, self.is_last = answer, is_last
+    def __init__(self, answer: Callable[[], None], is_over: Callable[[int], bool]) -> None:
+        self.answer, self.is_over = answer, is_over
 
     def on_evaluate(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Answer, unless that is done elsewhere."""
-        if state.global_step and not self.is_last(state.global_step - 1):
+        if state.global_step and not self.is_over(state.global_step):
             self.answer()
 
 

@@ -274,7 +274,7 @@ def _train(run: Run) -> None:
             with taking_over(resume, OBJECTIVE_STATE):
                 trainer.parts.losses.load_state(read_json(resume / OBJECTIVE_STATE))
     if trainer.parts.stream.rollouts is not None:
-        between = AnsweringBetween(lambda: _answer(run, questions), run.setup.schedule.is_last)
+        between = AnsweringBetween(lambda: _answer(run, questions), run.setup.schedule.is_over)
         trainer.callback_handler.add_callback(between)
     try:
         if trainer.parts.stream.is_over:

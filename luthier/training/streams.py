@@ -132,7 +132,7 @@ class TrainStream:
     @property
     def is_over(self) -> bool:
         """Whether no step is left."""
-        return self.first_step > 0 and self.schedule.is_last(self.first_step - 1)
+        return self.schedule.is_over(self.first_step)
 
     def save(self, checkpoint: Path, step: int) -> None:
         """Keep what this rank has drawn for the steps after the first ``step``."""
@@ -157,7 +157,7 @@ class TrainStream:
         ahead: deque[list[PlannedMicroBatch]] = deque()
         for step in itertools.count(self.first_step) if rollouts.staleness else ():
             for other in range(step + len(ahead), step + rollouts.staleness + 1):
-                if other > step and self.schedule.is_last(other - 1):
+                if self.schedule.is_over(other):
                     break
                 ahead.append(list(itertools.islice(questions, self.schedule.turns(other))))
                 rollouts.begin(reader, ahead[-1], after=step)
@@ -165,7 +165,7 @@ class TrainStream:
         for step in itertools.count(self.first_step):
             if not drawn:  # answers of all steps up to the next multiple of `updates`, if the run has so many
                 others = range(step + 1, step - step % rollouts.updates + rollouts.updates)
-                now = [step, *itertools.takewhile(lambda other: not self.schedule.is_last(other - 1), others)]
+                now = [step, *itertools.takewhile(lambda other: not self.schedule.is_over(other), others)]
                 turns = [list(itertools.islice(questions, self.schedule.turns(each))) for each in now]
                 drawn.extend(rollouts.batches(reader, planned) for planned in turns)
             yield drawn.popleft()
@@ -214,13 +214,6 @@ class EvalStream:
     def __iter__(self) -> Iterator[Batch]:
         planned = (self.rows.of_plan(self.plan, number, step=0) for number in self.plan.of_rank(self.rank))
         return self.watch(iterate_batches(self.reader, planned, num_workers=self.num_workers))
-
-
-def sharing(reader: MicroBatchReader, shared: bool) -> MicroBatchReader:
-    """The same reader with segments that begin alike as trees, or each whole."""
-    if not isinstance(reader, BatchReader) or reader.shared == shared:
-        return reader
-    return BatchReader(reader.store, reader.how, shared=shared, media=reader.media)
 
 
 def iterate_batches(

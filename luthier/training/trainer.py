@@ -211,7 +211,7 @@ class Trainer:
         while True:
             self._take_step(steps)
             self._follow_control()
-            is_over = self._is_stopping or schedule.is_last(self.state.global_step - 1)
+            is_over = self._is_stopping or schedule.is_over(self.state.global_step)
             if is_over or schedule.ends_epoch(self.state.global_step):
                 self._tell(self.callback_handler.on_epoch_end)
                 self._follow_control()

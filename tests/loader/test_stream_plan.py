@@ -238,7 +238,7 @@ def test_steps_end_where_epochs_end(store: SampleStore) -> None:
     while (found := plan.step(step)) is not None:
         if found.ends_epoch:
             ends.append((found.epoch, step))
-        assert plan.is_last(step) == (plan.step(step + 1) is None)
+        assert plan.is_over(step + 1) == (plan.step(step + 1) is None)
         step += 1
     assert [epoch for epoch, _ in ends] == [0, 1] and ends[-1][1] == step - 1
 

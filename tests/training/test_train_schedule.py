@@ -63,7 +63,7 @@ def test_a_fraction_of_an_epoch_is_rounded_up_to_whole_steps() -> None:
     assert _schedule(10, epochs=0.5).total_steps == 2
     assert _schedule(10, epochs=1.5).total_steps == 5
     assert _schedule(10, epochs=1.5).epoch_after(5) == pytest.approx(1 + 2 / 3)
-    assert _schedule(10, epochs=1.5).is_last(4) and not _schedule(10, epochs=1.5).is_last(3)
+    assert _schedule(10, epochs=1.5).is_over(5) and not _schedule(10, epochs=1.5).is_over(4)
 
 
 def test_max_steps_overrides_epochs_in_both_directions() -> None:
@@ -205,7 +205,7 @@ def test_a_run_goes_on_at_any_step_with_the_plan_of_that_place(
             assert whole.source_counts(step + 1).tolist() == later.source_counts(step + 1).tolist()
             assert whole.trained_rows(step + 1).tolist() == later.trained_rows(step + 1).tolist()
             assert whole.state_after(step + 1) == later.state_after(step + 1)
-        assert later.is_last(schedule.total_steps - 1) and later.step(schedule.total_steps) is None
+        assert later.is_over(schedule.total_steps) and later.step(schedule.total_steps) is None
 
 
 def test_epochs_of_other_lengths_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ def test_so_many_epochs_that_nobody_can_count_them_are_estimated_at_once(
     endless = make_plan(table, settings, num_epochs=1e9)
     assert endless.total_steps == counted * 10**9 // 20
     assert max(planned) < 20
-    assert endless.epoch_after(1) < 1 and not endless.is_last(10)
+    assert endless.epoch_after(1) < 1 and not endless.is_over(11)
     assert abs(make_plan(table, settings, num_epochs=21).total_steps - counted * 21 / 20) <= 1
 
 
