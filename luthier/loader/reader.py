@@ -1,5 +1,5 @@
 """Planned micro-batches -> batches. A plan says where the tokens of a micro-batch are, in numbers that are cheap to
-send to a worker; the store's tokens are read, cut and collated here.
+send to a worker; the store's tokens are read, cut and collated here. What trainer and workers say to each other, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from luthier.layout import leaf_segment, span_of, splice, tree_of_runs
 from luthier.layout.cutting import SegmentCut, take_window
 from luthier.media import FeatureFiles, MediaSource
 from luthier.packing import UnitKind
-from luthier.records import NOWHERE, Address, Batch, LostMedia, Pack, Sample, Segment, Unit
+from luthier.records import Address, Batch, LostMedia, Pack, Sample, Segment, Unit
 from luthier.store import SampleStore
 
 # One record a segment: leaf ``leaf`` of sample ``sample``, its first ``head`` tokens and ``start:stop``, ``open_end``
@@ -173,17 +173,11 @@ class BatchReader:
         )
 
     def _segment(self, place: Places) -> Segment:
-        segment = segment_at(self.store.read(int(place["sample"]), NOWHERE), place)
+        segment = segment_at(self.store[int(place["sample"])], place)
         if not place["tail_stop"]:
             return segment
-        return splice(
-            segment,
-            span_of(
-                leaf_segment(self.store.read(int(place["tail"]), NOWHERE), 0),
-                int(place["tail_start"]),
-                int(place["tail_stop"]),
-            ),
-        )
+        theirs = leaf_segment(self.store[int(place["tail"])], 0)
+        return splice(segment, span_of(theirs, int(place["tail_start"]), int(place["tail_stop"])))
 
     def _trees(self, places: Places) -> list[Sample]:
         segments = [self._segment(place) for place in places]

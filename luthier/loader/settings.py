@@ -1,4 +1,4 @@
-"""How data is planned: what a `luthier.Loader` is told, checked, and what a run description says."""
+"""How data is planned: what a `luthier.Loader` is told, checked, and what a run says. Rows are loaded here, too."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def make_trainer(setup: RunSetup) -> Trainer:
     evaluates = data.eval is not None and config.eval.strategy is not Strategy.NO
     shared = _shares(config, data, schedule)
     how = collating(config, tokenizer, run_model.loaded, shared=shared)
-    lost = LostMediaRows(config.output.dir, data.ledger, max_drop=config.data.max_drop, tell=hooks.tell)
+    lost = LostMediaRows(config.output.dir, data.ledger, max_drop=config.data.max_drop, tell=hooks.note)
     first_step = 0 if setup.resume is None else checkpoint_step(setup.resume)
     steps = first_step if schedule.is_over(first_step) else schedule.horizon  # the horizon may be an estimate
     first = evaluates and setup.resume is None
@@ -358,9 +358,9 @@ def _callbacks(setup: RunSetup, parts: TrainerParts, *, evaluates: bool) -> list
         Journal(parts.meter, measured, hooks.tell, lambda: setup.schedule.total_steps),
     ]
     if not OPTIMIZERS[config.train.optim].in_backward:  # which leaves no gradient to be looked at
-        callbacks.append(Unreached(hooks.tell))
+        callbacks.append(Unreached(hooks.note))
     if evaluates and config.eval.early_stopping_patience is not None:
-        callbacks.append(EarlyStopping(config.eval, hooks.tell))
+        callbacks.append(EarlyStopping(config.eval, hooks.note))
     return [*callbacks, *hooks.callbacks]
 
 

@@ -133,11 +133,11 @@ class Flow(TrainerCallback):  # type: ignore[misc]  # transformers publishes no 
 class EarlyStopping(TrainerCallback):  # type: ignore[misc]
     """Stops when the metric has not improved for ``patience`` evaluations. Its memory is the trainer's own history."""
 
-    def __init__(self, section: EvalConfig, tell: EventListener) -> None:
+    def __init__(self, section: EvalConfig, note: Callable[[str], None]) -> None:
         assert section.early_stopping_patience is not None
         self.section = section
         self.patience = section.early_stopping_patience
-        self.tell = tell
+        self.note = note
         self.stopped = False
 
     def on_evaluate(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
@@ -150,7 +150,7 @@ class EarlyStopping(TrainerCallback):  # type: ignore[misc]
         if waited >= self.patience:
             control.should_training_stop = True
             self.stopped = True
-            self.tell(Note(text=f"early stopping: {key} has not improved for {counted(waited, 'evaluation')}"))
+            self.note(f"early stopping: {key} has not improved for {counted(waited, 'evaluation')}")
 
 
 class AnsweringBetween(TrainerCallback):  # type: ignore[misc]
@@ -172,8 +172,8 @@ class Unreached(TrainerCallback):  # type: ignore[misc]
 
     STEPS = 10
 
-    def __init__(self, tell: EventListener) -> None:
-        self.tell = tell
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.note = note
         self.left: dict[str, nn.Parameter] = {}
         self.since = 0
 
@@ -192,12 +192,10 @@ class Unreached(TrainerCallback):  # type: ignore[misc]
         if self.left and (done == self.STEPS or (done < self.STEPS and state.global_step == state.max_steps)):
             names = collapse(self.left)
             more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
-            self.tell(
-                Note(
-                    text=f"model: in {counted(done, 'step')} no loss has reached "
-                    f"{counted(len(self.left), 'trained weight')}: {', '.join(names[:8])}{more} (N: numbers). "
-                    "Until one does, nothing is learned there"
-                )
+            self.note(
+                f"model: in {counted(done, 'step')} no loss has reached "
+                f"{counted(len(self.left), 'trained weight')}: {', '.join(names[:8])}{more} (N: numbers). "
+                "Until one does, nothing is learned there"
             )
 
 

@@ -160,7 +160,7 @@ def test_no_damage_to_the_file_of_lost_rows_takes_another_row(tmp_path: Path) ->
         unreadable = found["notes"][UNREADABLE_LINE]
         assert unreadable in (1, 2)  # 2 where the flip makes a newline
         assert (found["prepared"], found["trained"], found["quarantined"]) == (8, 8, {"media_changed": 1})
-    assert len(told) == len(first) - 1 and LOST_FILE in told[0].text
+    assert len(told) == len(first) - 1 and LOST_FILE in told[0]
     for line in (b"[]", b"null", b"3", b'{"file": "a"}', b"\xff", b"[" * 100_000):
         (tmp_path / LOST_FILE).write_bytes(first + line + b"\n" + second)
         assert ledger_of_run(ledger, tmp_path, rows)["quarantined"] == {"media_changed": 2}

@@ -24,7 +24,6 @@ from luthier.training.folder import FILES, artifacts
 from luthier.training.folder import checkpoint as checkpoints
 from luthier.training.folder.state import has_state
 from luthier.training.report import LOG_FILE, LOSS_PNG, REPORT_HTML, REPORT_JSON, RESULT_FILE
-from luthier.training.report.events import EventListener, Note
 from luthier.writing import JsonObject, counted, flatten
 
 MODEL_FOLDER, MERGED_FOLDER, INITIAL_ADAPTER = "model", "merged", "initial_adapter"
@@ -402,7 +401,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
 class LostMediaRows:
     """Those of one run, of all that it went on from too. Every rank adds its own to one file, a line at a time."""
 
-    def __init__(self, folder: Path, ledger: JsonObject, *, max_drop: float, tell: EventListener) -> None:
+    def __init__(self, folder: Path, ledger: JsonObject, *, max_drop: float, tell: Callable[[str], object]) -> None:
         """``ledger`` is that of the training rows, as JSON, ``max_drop`` as in `Ledger.check`."""
         self.path = folder / LOST_FILE
         self._ledger = Ledger.from_json(ledger) if ledger else None  # segments from memory have none
@@ -416,7 +415,7 @@ class LostMediaRows:
             count = counted(len(damaged), "line")
             where = f"{self.path}:{damaged[0]}"
             noted = f"the ledger notes it as {UNREADABLE_LINE!r}"
-            tell(Note(text=f"{count} cannot be read (the first: {where}), and {noted}"))
+            tell(f"{count} cannot be read (the first: {where}), and {noted}")
 
     def watch(self, batches: Iterable[Batch], *, counted: bool = True) -> Iterator[Batch]:
         """The batches; what they lost is noted on the way. ``counted`` is for rows of the ledger.
@@ -437,7 +436,7 @@ class LostMediaRows:
         FILES.append(self.path, b"\n" * torn + line)
         self._count(error, counted=counted)
         if len(self._known) <= MAX_TOLD:
-            self._tell(Note(text=f"lost: {error}; padding stands in its place"))
+            self._tell(f"lost: {error}; padding stands in its place")
         if counted and self._ledger is not None:
             self._ledger.check(max_drop=self._max_drop)
 
