@@ -312,11 +312,10 @@ def _as_given(row: Tokenized, renderer: Renderer, tokenizer: Tokenizer, measurer
 
 
 def _assembled(batch: Sequence[Filled | Sample | RowError], assembler: Assembler) -> Iterator[Sample | RowError]:
-    tokenizer = assembler.tokenizer
     outcomes = iter(assembler.assemble([part for item in batch if isinstance(item, Filled) for part in parts_of(item)]))
-    control_ids = np.array(sorted(tokenizer.control_ids), dtype=np.int32)
+    ids = assembler.control_ids
     for item in batch:
-        yield join(item, [next(outcomes) for _ in parts_of(item)], control_ids) if isinstance(item, Filled) else item
+        yield join(item, [next(outcomes) for _ in parts_of(item)], ids) if isinstance(item, Filled) else item
 
 
 # --------------------------------------------------------------------------------------------------------------------

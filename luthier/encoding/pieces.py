@@ -165,7 +165,8 @@ class Assembler:
         self._num_kept = 0  # at most: some may have gone with their blueprints
 
     @cached_property
-    def _control_ids(self) -> NDArray[np.int32]:
+    def control_ids(self) -> NDArray[np.int32]:
+        """Those of all control tokens."""
         return np.array(sorted(self.tokenizer.control_ids), dtype=np.int32)
 
     def assemble(self, rows: Sequence[Filled]) -> list[Sample | RowError]:
@@ -244,7 +245,7 @@ class Assembler:
         starts = np.cumsum(lengths) - lengths
         spans = [(int(starts[first]), int(starts[last] + lengths[last])) for _, first, last in assembly.media]
         ends = np.cumsum([branch.length for branch in branches])
-        marks = marks_around(spans, np.isin(ids, self._control_ids) & ~target, ends)
+        marks = marks_around(spans, np.isin(ids, self.control_ids) & ~target, ends)
         media = tuple(
             MediaItem(
                 media=row.expansions[number].media,
