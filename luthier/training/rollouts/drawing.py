@@ -383,8 +383,7 @@ class Rollouts:
         refused: dict[int, str] = {}
         delivering, self.delivery.seconds = self.delivery.seconds, 0.0
         version, begun = snapshot.weights.version, time.perf_counter()
-        note = partial(_noted, notes)
-        answers = self._drawn(questions, version, note, refused, step=step)
+        answers = self._drawn(questions, version, lambda what, count: notes.append((what, count)), refused, step=step)
         if questions and not answers:
             raise SamplerLost(
                 f"no question of step {step + 1} was answered: {notes[-1][0] if notes else 'none was asked'}"
@@ -474,7 +473,3 @@ class Rollouts:
                 f"rollout.max_new_tokens ({self.config.max_new_tokens}): rewards of answers that are cut teach little",
                 hint="raise rollout.max_new_tokens, or lower rollout.min_finished to go on like this",
             )
-
-
-def _noted(notes: ahead.DrawingNotes, what: str, count: int) -> None:
-    notes.append((what, count))
