@@ -92,10 +92,8 @@ def collate(
         pad_to_multiple_of=pad_to_multiple_of,
         media=media,
     )
-    if media is None:
-        return batch
     # a decoder beside an encoder calls its inputs otherwise; inside of the package ids are ``input_ids``
-    return replace(batch, model_inputs=media.processor.family.named(batch.model_inputs))
+    return batch if media is None else replace(batch, model_inputs=media.processor.family.named(batch.model_inputs))
 
 
 def media_inputs(model: Any, model_config: Any = None, **options: Any) -> MediaInputs:

@@ -167,8 +167,14 @@ def small_units(monkeypatch):
 def rows_cut(monkeypatch):
     """Lines that were looked at."""
     seen = []
-    cut = units_room.line_row
-    monkeypatch.setattr(units_room, "line_row", lambda *args: seen.append(args[2]) or cut(*args))
+    cut = WorkUnits.cut
+
+    def noted(units, read):
+        found = cut(units, read)
+        seen.extend(range(found.num_lines))
+        return found
+
+    monkeypatch.setattr(WorkUnits, "cut", noted)
     return seen
 
 
