@@ -42,7 +42,7 @@ def require_answer(
     has_header: bool,
     may_lack_thought: bool,
     closing: str,
-    notation: Callable[[], str],
+    notation: Callable[[], str] = str,
     field: str,
 ) -> None:
     """Raise `RowError` unless ``learned``, without its stop, is the message with tags around its texts.
@@ -110,7 +110,7 @@ def _require_rest(
     control: ControlTokens,
     *,
     has_header: bool,
-    notation: Callable[[], str],
+    notation: Callable[[], str] = str,
     field: str,
 ) -> None:
     """Raise `RowError` unless what is learned besides the thought and the answer are the calls and markup."""

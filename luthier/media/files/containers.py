@@ -209,7 +209,7 @@ def _decode_wanted(
 # -------------------------------------------------------------------------------------------------------------- sound
 
 
-def read_audio(content: Content, header: AudioHeader, window: tuple[int, int] | None) -> NDArray[np.float32]:
+def read_audio(content: Content, header: AudioHeader, window: tuple[int, int] | None = None) -> NDArray[np.float32]:
     """The samples, the mean of all channels, float32[header.num_samples]; of a ``window`` [start, end) those.
 
     A tenth of a second more or less than the header says is cut off or silence, as encoders pad lossy sound; more is
@@ -359,7 +359,7 @@ def read_wave(content: Content) -> Wave | None:
     raise RowError("media_broken", f"{content.name} begins like a WAV but holds no samples")
 
 
-def decode_wave(content: Content, wave: Wave, window: tuple[int, int] | None) -> NDArray[np.float32]:
+def decode_wave(content: Content, wave: Wave, window: tuple[int, int] | None = None) -> NDArray[np.float32]:
     """The samples from -1 to 1, the mean of all channels, float32[num_samples]; of a ``window`` [start, end) those."""
     kind, shift, scale = _SAMPLES[wave.coding, wave.bits]
     start, end = window or (0, wave.num_samples)
