@@ -174,7 +174,7 @@ def units_of(config: RunConfig) -> UnitKind:
         case RowKind.ANSWER | RowKind.QUESTION:
             return UnitKind.NONE
         case RowKind.PAIR:
-            return UnitKind.PAIRS if OBJECTIVES[config.objective.name].has_head else UnitKind.REWARDS
+            return UnitKind.PAIRS if config.objective.kind.has_head else UnitKind.REWARDS
         case RowKind.VERDICT:
             return UnitKind.FEEDBACK_KL if config.objective.estimates_kl else UnitKind.FEEDBACK
 
