@@ -13,7 +13,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -311,14 +311,3 @@ def _is_there(descriptor: int, path: Path) -> bool:
     with suppress(OSError):
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     return False
-
-
-def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """The values of a tree of objects, each under its dotted key; an empty object is a value."""
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

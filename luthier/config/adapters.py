@@ -183,7 +183,7 @@ def _random_product(draft: Draft) -> Iterator[Problem]:
         return
     objective = config.objective
     if objective.needs_reference and objective.reference.name_or_path is None and adapter.name_or_path is None:
-        what = f"{objective.name} compares with the model without its adapter, and false begins with another model"
+        what = f"{objective.name} compares with the model without its adapter, and with false training begins elsewhere"
         yield draft.problem("adapter.init_lora_weights", what, "set adapter.init_lora_weights: true")
 
 

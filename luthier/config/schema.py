@@ -379,9 +379,9 @@ class TrackingConfig(Section):
     """What is logged, and where to."""
 
     report_to: Annotated[list[Literal[choices.TRACKERS]], BeforeValidator(choices.as_list)] = []  # type: ignore[valid-type]
-    """Trackers by transformers' names: tensorboard, wandb, mlflow, comet_ml, trackio, swanlab … They are told every
-    number of the log, transformers' arguments, and what the run description says beside defaults. One that fails at
-    its beginning ends the run; one that fails later is told no more, which the run says, and goes on."""
+    """Trackers by transformers' names: tensorboard, wandb, mlflow, comet_ml, trackio, swanlab … They get every
+    number of the log, transformers' arguments, and the settings that the run description gives. A tracker that fails
+    at its beginning ends the run; if one fails later, the run says so and goes on without it."""
     run_name: choices.NonEmpty | None = None
     """Name of the run in trackers."""
     logging_steps: choices.Count = 1

@@ -20,7 +20,7 @@ from luthier.models import output_layer, plain_model
 from luthier.writing import counted
 
 RESIZED = "embedding resized"  # how the note of a table begins that has grown
-UNPADDED = "padding by a token that ends answers"  # and that of a reward model whose saved config names none
+UNPADDED = "the padding token ends answers, too"  # a note; the saved config names no padding token then
 VOCABULARY_MULTIPLE = 64  # round sizes multiply faster
 
 
@@ -100,7 +100,7 @@ def fit_padding(model: PreTrainedModel, vocabulary: Vocabulary, notes: list[str]
     """A reward model pads with the tokenizer's token, as transformers finds the last token by it."""
     model.config.get_text_config().pad_token_id = vocabulary.pad_token_id
     if pads_with_end(model, vocabulary.stop_token_ids):
-        notes.append(f"{UNPADDED}: the saved config names none, so that transformers reads rewards at the very end")
+        notes.append(f"{UNPADDED}: the saved config names none, so that transformers reads rewards at the last token")
 
 
 def fit_vocabulary(model: PreTrainedModel, section: ModelConfig, vocabulary: Vocabulary) -> list[str]:

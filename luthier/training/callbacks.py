@@ -202,8 +202,8 @@ class Unreached(TrainerCallback):  # type: ignore[misc]
 class Callbacks(CallbackHandler):  # type: ignore[misc]
     """The callbacks of a run and, behind them, its trackers, which see the epoch that `Flow` has counted.
 
-    A tracker that fails before the first step ends the run: it can be mended at once. One that fails later hears no
-    more, which is told, and the run goes on: its own log needs no tracker.
+    A tracker that fails before the first step ends the run: it can be mended at once. If one fails
+    later, that is told once, and the run goes on without it: its own log needs no tracker.
     """
 
     callbacks: list[TrainerCallback]
@@ -239,7 +239,7 @@ class Callbacks(CallbackHandler):  # type: ignore[misc]
                 if event in ("on_init_end", "on_train_begin"):
                     raise _unusable(type(tracker), error) from error
                 self.trackers.remove(tracker)
-                self.note(f"{_in_words(type(tracker), error)}. It hears no more of this run, which goes on")
+                self.note(f"{_in_words(type(tracker), error)}. The run goes on without it")
             finally:
                 self.callbacks = everyone
         return control

@@ -31,7 +31,7 @@ from luthier.models import adapters, find_parts, output_layer, plain_model, rout
 from luthier.models.model import run_device, run_precision, use_liger
 from luthier.training.callbacks import is_greater_better
 from luthier.training.updates import BlockAdamW, Group, MuonWithAdamW, OffloadedOptimizer, tell_projectors
-from luthier.writing import counted, flatten
+from luthier.writing import counted
 
 
 class RunArguments(TrainingArguments):  # type: ignore[misc]
@@ -97,7 +97,9 @@ def training_arguments(
     # for callbacks and trackers, too: what transformers would refuse, or act by
     if found.optim != train.optim:
         found.optim = train.optim
-    found.described = flatten(config.model_dump(mode="json", exclude_defaults=True))
+    told = config.model_dump(mode="json", exclude_defaults=True)
+    # keys within a setting may be any text, which trackers take for no name
+    found.described = {f"{section}.{key}": value for section, keys in told.items() for key, value in keys.items()}
     found.torch_compile = train.torch_compile
     found.load_best_model_at_end = config.eval.load_best_model_at_end
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from luthier.errors import UserError
 from luthier.presets import model_folder
 from luthier.records import Batch
 from luthier.training.fit import fit_data
+from luthier.training.optimizer import training_arguments
 from luthier.training.report import Ended, RunResult
 from luthier.training.report.events import Event, EventListener, Note
 from luthier.training.streams import TrainStream
@@ -350,6 +352,13 @@ def test_a_tracker_that_fails_later_is_told_once_and_the_run_goes_on(
 
 def _no_server(*_: object, **facts: object) -> None:
     raise ConnectionError("nobody answers")
+
+
+def test_trackers_get_the_run_description_by_names_that_all_of_them_take(tmp_path: Path) -> None:
+    config = make_config(tmp_path, model__add_tokens=["<q>"], model__token_descriptions={"<q>": "a question"})
+    told = training_arguments(config, max_steps=4, evaluates=False, evaluates_first=False).to_dict()
+    assert told["model.token_descriptions"] == {"<q>": "a question"}
+    assert all(re.fullmatch(r"[\w./: -]+", name) for name in told), "MLflow refuses other characters"
 
 
 TRACKED_BY_MLFLOW = """

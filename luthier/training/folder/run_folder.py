@@ -24,7 +24,7 @@ from luthier.training.folder import FILES, artifacts
 from luthier.training.folder import checkpoint as checkpoints
 from luthier.training.folder.state import has_state
 from luthier.training.report import LOG_FILE, LOSS_PNG, REPORT_HTML, REPORT_JSON, RESULT_FILE
-from luthier.writing import JsonObject, counted, flatten
+from luthier.writing import JsonObject, counted
 
 MODEL_FOLDER, MERGED_FOLDER, INITIAL_ADAPTER = "model", "merged", "initial_adapter"
 BASE_FOLDER = "base"  # of an adapter whose base is nowhere else: random weights, or adapters were merged first
@@ -309,7 +309,7 @@ def _as_read_today(there: dict[str, object]) -> dict[str, object]:
 
 def differences(there: dict[str, object], here: dict[str, object]) -> list[tuple[str, object, object]]:
     """``(dotted key, value there, value here)`` of every setting that differs and is not free to."""
-    first, second = flatten(there), flatten(here)
+    first, second = _flatten(there), _flatten(here)
     changed = [key for key in dict.fromkeys([*first, *second]) if first.get(key) != second.get(key)]
     fixed = [key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in FREE)]
     return [(key, first.get(key), second.get(key)) for key in fixed]
@@ -318,13 +318,23 @@ def differences(there: dict[str, object], here: dict[str, object]) -> list[tuple
 def refuse_unfollowed(described: RunConfig, asked: RunConfig, answering: RunConfig) -> None:
     """Raise `UserError` for settings that are asked for beside those of a run, and that what the run has left, which
     answers, does not have: a model that is whole keeps its own config, template and tokens."""
-    said, wanted, has = (flatten(each.model_dump(mode="json")) for each in (described, asked, answering))
+    said, wanted, has = (_flatten(each.model_dump(mode="json")) for each in (described, asked, answering))
     changed = [key for key in wanted if wanted[key] != said.get(key)]
     if lost := [key for key in changed if wanted[key] != has.get(key)]:
         hint = "leave it out, or describe another model: model: RUN/model, train: {enabled: false}"
         raise UserError(
             f"{', '.join(lost)}: a trained run answers with what it has saved, so this is not followed", hint=hint
         )
+
+
+def _flatten(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
 
 
 def other_models(config: RunConfig) -> dict[str, dict[str, str]]:
