@@ -186,11 +186,21 @@ def test_a_loader_takes_a_path_a_dict_and_a_config_and_has_the_batches_of_the_ru
     assert luthier.Loader(described, overrides=["runtime.seed=5"]).settings.seed == 5
 
 
-@pytest.mark.parametrize("override", ["train.tokens_per_step=64", "train.packing=split"])
+@pytest.mark.parametrize("override", ["train.tokens_per_step=64", "train.packing=split", "objective=rl"])
 def test_a_loader_says_which_key_of_a_run_it_cannot_do(described: dict[str, Any], override: str) -> None:
+    described["rollout"] = {"rewards": [{"metric": "exact_match"}]} if override == "objective=rl" else {}
     with pytest.raises(luthier.UserError) as error:
         luthier.Loader(described, overrides=["objective=pt", override])
     assert error.value.key == override.partition("=")[0]
+
+
+def test_a_loader_does_not_go_on_under_another_mixture(described: dict[str, Any]) -> None:
+    by_rows, by_epochs = luthier.Loader(described, overrides=["data.mixture.by=rows"]), luthier.Loader(described)
+    for one, other in ((by_rows, by_epochs), (by_epochs, by_rows)):
+        one.set_epoch(1)  # no step of it tells them apart
+        one.load_state_dict(one.state_dict())
+        with pytest.raises(luthier.CheckpointError):
+            other.load_state_dict(one.state_dict())
 
 
 def test_overrides_without_a_run_description_are_refused(described: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from luthier.config.choices import Overflow
+from luthier.config.choices import MixtureBy, Overflow
 from luthier.config.loading import RunDescription, load_draft
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
@@ -26,7 +26,7 @@ from luthier.loader.plan import StreamPlan
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader, PlannedMicroBatch
 from luthier.loader.settings import LoaderOptions, LoaderSettings, loader_options, order_of_run
-from luthier.loader.stream_state import LoaderState, RowTrail
+from luthier.loader.stream_state import LoaderState, RowTrail, StateScalar
 from luthier.packing import SegmentTable, UnitKind
 from luthier.packing.order import MixtureSettings, RowOrder
 from luthier.plugins import refuse_in_workers
@@ -109,7 +109,14 @@ class Loader:
         of_run = RowTable.of_index(self._segments)
         order = _order(of_run, settings) if config is None else order_of_run(config, of_run, settings.plan)
         self._plan = StreamPlan(of_run, settings.plan, order)
+        self._decisive = {**settings.decisive, **_shares(order.mixture)}
         store = self._rows.store
+        if "units" not in options and not np.isnan(store.verdicts[self._rows.sample_ids]).all():
+            raise UserError(
+                "these rows were prepared to be compared (pairs or verdicts), and no units are given: bad answers "
+                "would be learned like good ones",
+                hint="give units: 'pairs', 'rewards', 'feedback' or 'feedback_kl'; 'none' takes every answer as it is",
+            )
         if settings.media is None and store.have_media(self._rows.sample_ids).any():
             raise UserError("these rows have media", hint="give media=luthier.media_inputs(the model's folder)")
         self._reader = BatchReader(store, settings.collation, shared=settings.shared, media=settings.media)
@@ -125,15 +132,31 @@ class Loader:
         return self._plan.epoch(self.epoch).num_steps * self.settings.gradient_accumulation_steps
 
     def __iter__(self) -> Generator[Batch, None, None]:
-        """The batches of the epoch. Raises what `iterate` raises."""
+        """The batches of the epoch.
+
+        Raises what `iterate` raises, and `UserError` if the loader is given another place while the loop goes on, by
+        another loop too.
+        """
+        if self._num_given == len(self):  # a loop was left behind its last batch
+            self._next_epoch()
         if not self._resumes:
             self._num_given = 0
         self._resumes = False
-        with closing(iterate(self._reader, self._planned(), num_workers=self.settings.num_workers)) as batches:
-            for batch in batches:
-                self._num_given += 1
-                yield batch
-        self._next_epoch()
+        epoch, size = self.epoch, len(self)
+        try:
+            with closing(iterate(self._reader, self._planned(), num_workers=self.settings.num_workers)) as batches:
+                for given, batch in enumerate(batches, self._num_given + 1):
+                    self._num_given = given
+                    yield batch
+                    if (self.epoch, self._num_given) != (epoch, given) and given < size:
+                        raise UserError(
+                            "the loader was given another place while a loop over it went on: by load_state_dict, "
+                            "set_epoch, or another loop",
+                            hint="begin a new loop after it; where two loops are meant, make two loaders",
+                        )
+        finally:
+            if (self.epoch, self._num_given) == (epoch, size):
+                self._next_epoch()
 
     def steps(self) -> Iterator[Step]:
         """The batches of the epoch, an optimizer step at a time."""
@@ -162,8 +185,6 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch that was handed out, as JSON of at most 4 kB; it is the same on all ranks."""
-        if self._num_given == len(self):
-            self._next_epoch()
         return self._state().to_json()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -216,21 +237,28 @@ class Loader:
         self._trail = RowTrail()
 
     def _state(self) -> LoaderState:
+        """The place; behind the last batch of an epoch it is the beginning of the next one."""
         num_steps = self._steps_in(self._num_given)
+        epoch, cursor, trail = self.epoch + 1, 0, RowTrail()
+        if self._num_given < len(self):
+            epoch, cursor, trail = self.epoch, self._num_given * self.settings.world_size, self._trail_after(num_steps)
+        return LoaderState(
+            seed=self.settings.seed,
+            epoch=epoch,
+            step=self._steps_before + num_steps,
+            cursor=cursor,
+            trail=trail,
+            settings=self._decisive,
+            data=self._data,
+        )
+
+    def _trail_after(self, num_steps: int) -> RowTrail:
         if self._trail.num_steps > num_steps:  # the epoch was begun again
             self._trail = RowTrail()
         while self._trail.num_steps < num_steps:
             rows = self._table.row_ids[self._segments_of_step(self._trail.num_steps)]
             self._trail = self._trail.after(self._rows.store.keys[self._rows.sample_ids[rows]].tobytes())
-        return LoaderState(
-            seed=self.settings.seed,
-            epoch=self.epoch,
-            step=self._steps_before + num_steps,
-            cursor=self._num_given * self.settings.world_size,
-            trail=self._trail,
-            settings=self.settings.decisive,
-            data=self._data,
-        )
+        return self._trail
 
     def _check_trail(self, saved: RowTrail) -> None:
         parting = saved.parts_from(self._state().trail)
@@ -260,6 +288,13 @@ def _of_run(
 def _order(rows: RowTable, settings: LoaderSettings) -> RowOrder:
     mixture = MixtureSettings(weights=rows.weights)
     return RowOrder(counts=rows.counts, mixture=mixture, seed=settings.seed, held_out=rows.held_out)
+
+
+def _shares(mixture: MixtureSettings) -> dict[str, StateScalar]:
+    """Of a mixture by shares what decides the order, beside the weights, which are of the identity of the data."""
+    if mixture.by is MixtureBy.EPOCHS:
+        return {}
+    return {f"data.mixture.{name}": getattr(mixture, name) for name in ("by", "temperature", "stop")}
 
 
 def _identity(rows: PreparedSet, table: SegmentTable) -> str:

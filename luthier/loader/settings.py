@@ -276,6 +276,13 @@ def loader_options(config: RunConfig, tokenizer: Tokenizer) -> LoaderOptions:
     ``shared`` is left at False: only a model that Luthier itself has loaded keeps the branches of a tree apart. Raises
     `UserError` for what no loader does: steps of ``train.tokens_per_step``, rows cut into full packs.
     """
+    if config.objective.kind.on_policy:
+        raise UserError(
+            f"under objective {config.objective.name} the model answers the rows while it trains, and luthier.Loader "
+            "gives no such answers",
+            hint="train with luthier.train, or take the rows' own answers: objective sft",
+            key="objective",
+        )
     if config.train.tokens_per_step is not None:
         raise UserError(
             "luthier.Loader gives every step the same number of batches, and train.tokens_per_step asks for as many as "

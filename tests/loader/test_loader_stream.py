@@ -86,6 +86,43 @@ def test_a_loop_that_is_left_begins_anew(rows: PreparedSet) -> None:
     assert contents(loader) == first and loader.epoch == 1
 
 
+def test_saving_a_state_after_each_batch_or_step_passes_over_no_epoch(rows: PreparedSet) -> None:
+    loader, plain = make(rows, gradient_accumulation_steps=2), make(rows, gradient_accumulation_steps=2)
+    for epoch in range(4):
+        given = []
+        for batch in loader if epoch % 2 else (batch for step in loader.steps() for batch in step.batches):
+            given.append(content(batch))
+            assert loader.state_dict() == loader.state_dict() and loader.epoch == epoch
+        assert given == contents(plain) and loader.epoch == epoch + 1
+
+
+def test_an_epoch_whose_batches_were_all_taken_is_over_however_its_loop_is_left(rows: PreparedSet) -> None:
+    loader, plain = make(rows), make(rows)
+    expected = [contents(plain) for _ in range(3)]
+    assert contents(itertools.islice(loader, len(loader))) == expected[0] and loader.epoch == 1
+    held = iter(loader)
+    assert [content(next(held)) for _ in range(len(loader))] == expected[1]
+    assert contents(loader) == expected[2]
+    held.close()
+    assert loader.epoch == 3
+
+
+@pytest.mark.parametrize("what", ["state", "epoch", "loop"])
+def test_a_loop_whose_loader_is_moved_does_not_go_on(rows: PreparedSet, what: str) -> None:
+    loader = make(rows)
+    state = loader.state_dict()
+    batches = iter(loader)
+    next(batches), next(batches)
+    if what == "state":
+        loader.load_state_dict(state)
+    elif what == "epoch":
+        loader.set_epoch(3)
+    else:
+        next(iter(loader))
+    with pytest.raises(UserError, match="another place"):
+        next(batches)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
 def test_a_loop_goes_on_in_the_middle_of_an_epoch(rows: PreparedSet, num_workers: int, packing: str) -> None:

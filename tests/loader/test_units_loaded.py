@@ -69,6 +69,14 @@ def targets(batch: Batch) -> list[list[int]]:
     return found
 
 
+def test_what_was_prepared_to_be_compared_is_no_stream_of_answers_to_learn(
+    pairs: PreparedSet, feedback: PreparedSet
+) -> None:
+    for rows in (pairs, feedback):
+        with pytest.raises(UserError):
+            make(rows)
+
+
 def test_pairs_whose_prompt_is_cut_lose_the_same_messages_and_no_token_of_an_answer(tmp_path: Path) -> None:
     rows = stored(
         tmp_path,
@@ -261,5 +269,5 @@ def test_options_that_cannot_be_are_refused(pairs: PreparedSet, feedback: Prepar
 def test_without_units_a_store_of_pairs_is_two_rows_of_their_own(pairs: PreparedSet) -> None:
     plain = SegmentIndex(pairs, max_length=999, overflow=Overflow.DROP)
     assert len(plain) == 120 and not plain.prompt_lengths.any()
-    assert all(batch.units == () for batch in make(pairs))
+    assert all(batch.units == () for batch in make(pairs, units="none"))
     assert np.array_equal(plain[0].input_ids, pairs[0].segments()[0].input_ids)
