@@ -415,11 +415,12 @@ def make_scheduler(
     progress. One that goes by a measure is told whether that is to rise."""
     follows = args.lr_scheduler_type in FOLLOWS_MEASURE
     direction = {"mode": "max" if args.greater_is_better else "min"} if follows else {}
+    warmup = args.get_warmup_steps(args.max_steps)
     scheduler: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
         args.lr_scheduler_type,
         optimizer=optimizer,
-        num_warmup_steps=args.get_warmup_steps(args.max_steps),
-        num_training_steps=args.max_steps,
+        num_warmup_steps=warmup,
+        num_training_steps=max(args.max_steps, warmup + 1),  # `polynomial` divides by their difference
         scheduler_specific_kwargs={**direction, **(args.lr_scheduler_kwargs or {})} or None,
     )
     if not steps.is_exact and isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):

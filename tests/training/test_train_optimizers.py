@@ -317,6 +317,12 @@ def test_schedules_that_read_the_rate_from_the_optimizer_find_it(run: Run, optim
         assert rates[0] == FAST.get(optim, 1e-2) and rates == sorted(rates, reverse=True) and rates[2] > 1e-4
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "polynomial", "inverse_sqrt"])
+def test_a_run_may_be_all_warm_up(run: Run, schedule: str) -> None:
+    result = run("sgd", train__max_steps=3, train__lr_scheduler_type=schedule, train__warmup_steps=3)
+    assert [step.learning_rate for step in result.steps] == pytest.approx([0, FAST["sgd"] / 3, FAST["sgd"] * 2 / 3])
+
+
 @pytest.mark.parametrize("optim", [name for name in HERE if not OPTIMIZERS[name].in_backward])
 def test_micro_batches_of_one_row_take_the_steps_of_one_batch(run: Run, optim: str) -> None:
     _require(optim)
