@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_text
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -19,7 +19,7 @@ from luthier.cli import JsonTarget, Overrides, reporting
 from luthier.cli.prediction import EngineUrl, ServedModel
 from luthier.errors import RowError, UserError
 from luthier.records import Media, Message, Text, ToolCall
-from luthier.writing import JsonObject, counted
+from luthier.writing import counted
 
 if TYPE_CHECKING:
     from luthier.prediction import Dialogue, DialogueAnswer
@@ -109,17 +109,15 @@ def chat(  # noqa: PLR0913
             output.emit({**as_row(dialogue.conversation), "answers": answers})
 
 
-def _declared(path: Path) -> list[JsonObject]:
-    """The tools in a file. Raises `UserError` where it is no JSON list of objects."""
+def _declared(path: Path) -> Sequence[Mapping[str, object]]:
+    """The tools in a file. Raises `UserError` where it holds no declarations."""
+    from luthier.sources.formats import read_tools
+
     try:
-        found = json_text.loads(path.read_text(encoding="utf-8"))
+        return read_tools(json_text.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: the tools cannot be read: {error}") from None
-    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
-        raise UserError(
-            f"{path}: tools are a list of declarations", hint='[{"type": "function", "function": {"name": …}}]'
-        )
-    return found
+        hint = '[{"type": "function", "function": {"name": …}}]'
+        raise UserError(f"{path}: the tools cannot be read: {error}", hint=hint) from None
 
 
 def _typed(prompt: str) -> Iterator[str]:

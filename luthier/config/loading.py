@@ -81,6 +81,21 @@ def _as_text(config: RunConfig | Dictionary[str, object]) -> str:
     return json.dumps(values, default=str)
 
 
+def load_sections(**sections: object) -> RunConfig:
+    """Sections of a run description, each checked by itself, for a call that takes them as options.
+
+    Raises `ConfigError` with every problem of theirs.
+    """
+    name = "<options>.json"
+    parsed = parse_text(_as_text({"model": "-", "data": {"train": "-"}, **sections}), name)
+    if parsed.tree is None:
+        raise ConfigError(list(parsed.problems))
+    draft, problems = read_draft(expand(parsed.tree), name)
+    if draft is None or problems:
+        raise ConfigError(problems)
+    return draft.config
+
+
 def is_description(path: Path | str) -> bool:
     """Whether a name is that of a run description, and not of a run's folder."""
     return Path(path).suffix.lower() in (".yaml", ".yml", ".json") and not os.path.isdir(path)

@@ -16,11 +16,10 @@ from typing import Any, Literal, TypedDict, Unpack, cast
 
 import msgspec
 
-from luthier.config.choices import HistoryRendering, TrainOn
-from luthier.config.inputs import MediaConfig, SourceConfig, TargetRuleConfig
-from luthier.config.loading import RunDescription, load_draft
+from luthier.config.inputs import SourceConfig, TemplateConfig
+from luthier.config.loading import RunDescription, load_draft, load_sections
 from luthier.config.objective import kind_of
-from luthier.encoding.encoder import Encoder, encode_rows
+from luthier.encoding.encoder import Encoder, encode_rows, target_policy
 from luthier.encoding.measuring import Measurer
 from luthier.encoding.pieces import Assembler
 from luthier.encoding.tokenizer import Tokenizer
@@ -30,10 +29,10 @@ from luthier.media.files import MediaAccess
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import Address, Conversation, Document, Message, Row, Sample, Tokenized
 from luthier.rendering.render import Renderer
-from luthier.rendering.targets import TargetPolicy, rules_from_config
 from luthier.rendering.template import ChatTemplate
 from luthier.sources import RawRow
 from luthier.sources.detect import detect_layout
+from luthier.sources.formats import offered_tools
 from luthier.sources.source import RowReader
 
 Tools = Sequence[Mapping[str, object]]
@@ -49,7 +48,7 @@ class EncodeOptions(TypedDict, total=False):
     targets          rules that refine it, as dicts: ``{"part": "thinking", "train": False}``
     train_stop       learn the stop token too (default)
     history          ``inference`` (default) or ``one_rendering``
-    tools            offered where a row has none of its own
+    tools            offered where a row has none of its own, in any form that a row may have them in
     template_kwargs  variables for the chat template, beside those that the tokenizer was loaded with
     control          control strings in the rows' own text: ``as_text`` (default), ``forbid``, or a list of those that
                      are meant as control tokens
@@ -100,12 +99,14 @@ def encode_many(
 
     A run description says all that `EncodeOptions` say. It is read anew in each call, so give it many rows at once.
     """
+    if errors not in ("raise", "return"):
+        raise TypeError(f"errors is 'raise' or 'return', not {errors!r}")
     if unknown := options.keys() - EncodeOptions.__annotations__.keys():
         raise TypeError(
             f"no such option: {', '.join(sorted(unknown))}; there are {', '.join(EncodeOptions.__annotations__)}"
         )
     machinery = _of_options(tokenizer, options) if isinstance(tokenizer, Tokenizer) else _of_run(tokenizer, options)
-    for outcome in machinery(_records(rows, tuple(options.get("tools") or ()))):
+    for outcome in machinery(_records(rows, offered_tools(options.get("tools")))):
         if isinstance(outcome, RowError) and errors == "raise":
             raise outcome
         yield outcome
@@ -140,7 +141,7 @@ def encode_prompt(
     if control != "as_text":
         given["control"] = control
     machinery = _of_options(tokenizer, given) if isinstance(tokenizer, Tokenizer) else _of_run(tokenizer, given)
-    (record,) = _records([_history(messages)], tuple(tools or ()))
+    (record,) = _records([_history(messages)], offered_tools(tools))
     outcome = record if isinstance(record, RowError) else next(machinery([as_prompt(record)]))
     if isinstance(outcome, RowError):
         raise outcome
@@ -178,27 +179,20 @@ def _of_run(description: RunDescription, options: EncodeOptions) -> _Machinery:
 
 
 def _of_options(tokenizer: Tokenizer, options: EncodeOptions) -> _Machinery:
-    """What encodes under these options, with all the recordings it has made."""
-    control = options.get("control", "as_text")
-    policy = TargetPolicy(
-        train_on=TrainOn(options.get("train_on", "assistant")),
-        train_stop=options.get("train_stop", True),
-        rules=rules_from_config([TargetRuleConfig(**rule) for rule in options.get("targets", ())]),
-        forbids_control=control == "forbid",
-        allowed=frozenset() if isinstance(control, str) else frozenset(control),
-        kind=kind_of(options.get("objective", "sft")),
-        history=HistoryRendering(options.get("history", "inference")),
-    )
-    kwargs, media = options.get("template_kwargs") or {}, options.get("media") or {}
-    processor = options.get("processor")
+    """What encodes under these options, with all the recordings it has made. Raises `ConfigError`."""
+    kwargs, processor = options.get("template_kwargs") or {}, options.get("processor")
+    said = {name: value for name, value in options.items() if name not in ("tools", "processor")}
     # the processor itself, not what it holds: its class need not be able to compare
-    key = (policy, msgspec.json.encode(dict(sorted(kwargs.items()))), id(processor), repr(sorted(media.items())))
+    key = (msgspec.json.encode(said, enc_hook=str, order="deterministic"), id(processor))
     known: dict[Any, _Machinery] = tokenizer.kept  # which goes with it: what encodes holds the tokenizer itself
     if key not in known:
-        config = MediaConfig(**media)
+        kind = kind_of(options.get("objective", "sft"))
+        template = {name: value for name, value in said.items() if name in TemplateConfig.model_fields}
+        config = load_sections(template=template, media=options.get("media") or {})
+        policy = target_policy(config.template, tokenizer, kind)
         measurer = Measurer(
-            lambda: None if processor is None else MediaProcessor.of(processor, config),
-            MediaAccess(config),
+            lambda: None if processor is None else MediaProcessor.of(processor, config.media),
+            MediaAccess(config.media),
             one_each=decoder_of(tokenizer.files.processor_class) is not None,
         )
         renderer = Renderer(template_under(tokenizer, kwargs), tokenizer.control, policy, slots=measurer.slots)

@@ -95,16 +95,7 @@ class Encoder:
     @cached_property
     def renderer(self) -> Renderer:
         """The renderer of this encoder's template and target policy."""
-        policy = TargetPolicy(
-            train_on=self.options.train_on,
-            train_stop=self.options.train_stop,
-            default_system=self.options.default_system,
-            rules=rules_from_config(self.options.targets),
-            forbids_control=self.options.control == "forbid",
-            allowed=self._allowed(),
-            kind=self.kind,
-            history=self.options.history,
-        )
+        policy = target_policy(self.options, self.tokenizer, self.kind)
         self.tokenizer.require_variables(self.options.kwargs, "template.kwargs")
         return Renderer(
             self.tokenizer.template, self._control(), policy, replay=self.options.replay, slots=self.measurer.slots
@@ -158,18 +149,6 @@ class Encoder:
                 hint=f"{EOS}, {NO_END}, or one of {', '.join(sorted(control.tokens)[:20])}",
             )
         return replace(control, closing=() if self.document_end == NO_END else (self.document_end,))
-
-    def _allowed(self) -> frozenset[str]:
-        if isinstance(self.options.control, str):
-            return frozenset()
-        known = self.tokenizer.control.tokens
-        for token in self.options.control:
-            if token not in known:
-                raise TemplateError(
-                    f"template.control: {token!r} is not a control token of {self.tokenizer.files.origin}",
-                    hint=f"there are {', '.join(sorted(known)[:20])}; model.add_special_tokens adds more",
-                )
-        return frozenset(self.options.control)
 
     @cached_property
     def assembler(self) -> Assembler:
@@ -257,6 +236,31 @@ class Encoder:
             name: getattr(self, name)
             for name in ("model", "options", "kind", "media", "blobs", "keep_answer_within", "document_end")
         }
+
+
+def target_policy(options: TemplateConfig, tokenizer: Tokenizer, kind: RowKind) -> TargetPolicy:
+    """What of rows of this kind is learned, as the section ``template`` says.
+
+    Raises `TemplateError` for control tokens that the tokenizer does not have.
+    """
+    allowed = [] if isinstance(options.control, str) else options.control
+    known = tokenizer.control.tokens
+    for token in allowed:
+        if token not in known:
+            raise TemplateError(
+                f"template.control: {token!r} is not a control token of {tokenizer.files.origin}",
+                hint=f"there are {', '.join(sorted(known)[:20])}; model.add_special_tokens adds more",
+            )
+    return TargetPolicy(
+        train_on=options.train_on,
+        train_stop=options.train_stop,
+        default_system=options.default_system,
+        rules=rules_from_config(options.targets),
+        forbids_control=options.control == "forbid",
+        allowed=frozenset(allowed),
+        kind=kind,
+        history=options.history,
+    )
 
 
 def encode_rows(

@@ -32,6 +32,7 @@ from luthier.rendering.replies import ReplyDelta, ReplyForm, joined
 from luthier.rendering.replies.learning import TEXT, THINKING, TOOLS, learn_replies
 from luthier.rendering.replies.scanner import ReplyScanner
 from luthier.rendering.targets import TargetPolicy
+from luthier.sources.formats import offered_tools
 
 SomeIds = Sequence[int] | NDArray[np.int32] | NDArray[np.int64]
 
@@ -90,6 +91,7 @@ class ReplyReader:
         calls_in_pieces: bool = False,
     ) -> None:
         self._tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else _of_run(tokenizer)
+        tools = offered_tools(tools)
         self.form = reply_form(self._tokenizer, template_kwargs)
         for what in (TEXT, THINKING, *([TOOLS] if tools else [])):
             if what in self.form.unreadable:

@@ -41,6 +41,7 @@ from luthier.models.vocabulary import Vocabulary
 from luthier.records import Conversation, Message, Text, ToolCall
 from luthier.rendering.replies import ReplyDelta, joined
 from luthier.rendering.trained_turns import THINKING_SWITCHES
+from luthier.sources.formats import offered_tools
 from luthier.sources.formats.turns import as_row
 from luthier.training.assemble import RunModel
 from luthier.training.folder import artifacts
@@ -285,7 +286,7 @@ class Dialogue:
     session: Session | None = None
 
     def __post_init__(self) -> None:
-        template = self.run.encoder.tokenizer.template
+        template, self.tools = self.run.encoder.tokenizer.template, offered_tools(self.tools)
         if self.tools and template is not None and "tools" not in template.variables:
             hint = "offer no tools, or choose another template (template.chat_template)"
             raise TemplateError("the chat template of this model shows it no tools", hint=hint)

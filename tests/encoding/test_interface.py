@@ -8,12 +8,13 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import luthier
-from luthier.errors import RowDropped, RowError, TemplateError
+from luthier.errors import ConfigError, RowDropped, RowError, TemplateError, UserError
 from luthier.records import Conversation, Document, Message, Text
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
@@ -94,6 +95,62 @@ def test_tools_are_offered_where_a_row_has_none(tokenizer: object) -> None:
         for sample in luthier.encode_many([ROW, {**ROW, "tools": own}], tokenizer, tools=tools)
     ]
     assert "find" in texts[0] and "mine" in texts[1] and "find" not in texts[1]
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [{"name": "find", "description": "d", "parameters": {"type": "object"}}],
+        ({"name": "find", "input_schema": {"type": "object"}},),
+        {"name": "find"},
+        '[{"name": "find"}]',
+    ],
+)
+def test_tools_are_offered_in_the_forms_that_rows_have_them_in(tokenizer: object, tools: Any) -> None:
+    own = luthier.encode({**ROW, "tools": list(tools) if isinstance(tools, tuple) else tools}, tokenizer)
+    assert np.array_equal(luthier.encode(ROW, tokenizer, tools=tools).input_ids, own.input_ids)
+    prompt = luthier.encode_prompt(ROW["messages"][:1], tokenizer, tools=tools).input_ids
+    assert np.array_equal(prompt, own.input_ids[: len(prompt)]) and own.target[len(prompt)]
+
+
+@pytest.mark.parametrize("tools", [["find"], 3, [{"parameters": {}}]])
+def test_what_declares_no_tool_is_refused(tokenizer: object, tools: Any) -> None:
+    for call in (
+        lambda: luthier.encode(ROW, tokenizer, tools=tools),
+        lambda: luthier.encode_prompt(ROW["messages"][:1], tokenizer, tools=tools),
+        lambda: luthier.parse_reply([1], tokenizer, tools=tools),
+    ):
+        with pytest.raises(UserError):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"train_on": "assistants"}, "template.train_on"),
+        ({"train_stop": "no"}, "template.train_stop"),
+        ({"history": "as_it_is"}, "template.history"),
+        ({"targets": [{"part": "thoughts", "train": False}]}, "template.targets[0].part"),
+        ({"media": {"max_pixel": 3}}, "media.max_pixel"),
+    ],
+)
+def test_options_are_checked_as_a_run_description_is(tokenizer: object, options: Any, key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        luthier.encode(ROW, tokenizer, **options)
+    assert [problem.key for problem in error.value.problems] == [key]
+
+
+@pytest.mark.parametrize("control", ["forbit", ["<|nothing|>"]])
+def test_control_that_means_nothing_is_refused(tokenizer: object, control: Any) -> None:
+    with pytest.raises(TemplateError):
+        luthier.encode(ROW, tokenizer, control=control)
+    with pytest.raises(TemplateError):
+        luthier.encode_prompt(ROW["messages"][:1], tokenizer, control=control)
+
+
+def test_errors_are_raised_or_returned_and_nothing_else(tokenizer: object) -> None:
+    with pytest.raises(TypeError):
+        list(luthier.encode_many([ROW], tokenizer, errors="skip"))  # type: ignore[arg-type]
 
 
 def test_template_variables_must_be_read_by_the_template(tokenizer: object) -> None:

@@ -266,6 +266,18 @@ def test_a_saved_conversation_is_a_training_row_with_thoughts_calls_and_results(
     assert luthier.encode(row, scripted.encoder.tokenizer).target.any()
 
 
+def test_tools_of_a_file_are_offered_as_those_of_a_row(
+    piped: Piped, scripted: Scripted, says: Say, tmp_path: Path
+) -> None:
+    tools, whole = tmp_path / "tools.json", declared(SEND)
+    for number, form in enumerate(([whole], [whole["function"]], whole["function"])):
+        tools.write_text(json.dumps(form), encoding="utf-8")
+        scripted.replies.append(says(Text(text=f"{number}.")))
+        piped("Ask Ann.", options=["--tools", str(tools)])
+    prompts = [request.prompt.tolist() for request in scripted.asked]
+    assert prompts[0] == prompts[1] == prompts[2]
+
+
 def test_a_question_is_asked_again_or_replaced(piped: Piped, scripted: Scripted, says: Say) -> None:
     scripted.replies.extend([says(Text(text=f"{number}.")) for number in range(3)])
     told = piped("One?", "/retry", "/edit Two?", "/exit", "never read")

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from luthier.config.choices import MAX_WEIGHT, SameRole
-from luthier.errors import PluginError, RowError
+from luthier.errors import PluginError, RowError, UserError
 from luthier.plugins import refuse_text
 from luthier.records import (
     Audio,
@@ -356,12 +356,23 @@ def read_tools(value: object) -> tuple[Mapping[str, object], ...]:
     ``value`` is a list of declarations, one declaration, or JSON text of either; a bare ``{"name": …}`` is wrapped.
     Raises `RowError` (``bad_tools``).
     """
+    if type(value) is tuple:  # from Python
+        value = list(value)
     if value is None or value == "":
         return ()
     if type(value) is str:
         value = decode_text(value, reason="bad_tools", field="tools")
     declarations = value if type(value) is list else [] if value is None else [value]
     return tuple(_declaration(item, index) for index, item in enumerate(declarations))
+
+
+def offered_tools(value: object) -> tuple[Mapping[str, object], ...]:
+    """`read_tools` for what no row holds, but a caller offers. Raises `UserError`."""
+    try:
+        return read_tools(value)
+    except RowError as error:
+        hint = 'declare them as [{"type": "function", "function": {"name": …}}]'
+        raise UserError(f"the tools cannot be read: {error.detail}", hint=hint) from None
 
 
 def read_calls(value: object) -> list[ToolCall]:
