@@ -266,6 +266,8 @@ def show(
     from luthier.check.selection import Selection, run_facts, write_page
 
     tell = on_event or _silent
+    if split not in ("train", "eval"):
+        raise UserError(f"split is {split!r}", hint="choose train or eval")
     selection = Selection.of_options(row=row, pack=pack, batch=batch, held_out=split == "eval")
     with _described(config, overrides, tell, "load") as run:
         loaded = _load(run, tell)

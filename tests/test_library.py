@@ -165,6 +165,8 @@ def test_a_row_is_shown_by_its_address_on_whichever_side_it_is(described: dict[s
         with pytest.raises(luthier.UserError) as caught:
             luthier.show(described, row=row)
         assert told in f"{caught.value} {caught.value.hint}"
+    with pytest.raises(luthier.UserError):
+        luthier.show(described, row=1, split="held_out")  # type: ignore[arg-type]
 
 
 def test_a_loader_takes_a_path_a_dict_and_a_config_and_has_the_batches_of_the_run(

@@ -39,7 +39,7 @@ from luthier.prediction import TrainedRun, open_run
 from luthier.training.folder import FILES, reported
 from luthier.training.folder.artifacts import given_beside, merged_card, plain_tokenizer, save_model
 from luthier.training.folder.checkpoint import BROKEN, put_back, replacing
-from luthier.training.folder.run_folder import MERGED_FOLDER, MODEL_FOLDER
+from luthier.training.folder.run_folder import LEFT_FOLDERS, MERGED_FOLDER, MODEL_FOLDER, named_within
 from luthier.writing import counted, rename
 
 CARD, WHOLE = "README.md", "model"  # the model card; a folder beside a GGUF file, until that is made of it
@@ -311,9 +311,7 @@ def _converted(
         text, told = gguf.modelfile(model, parity, tokenizer, run.data.max_length, family, run.template.default_system)
         (export.place / gguf.MODELFILE).write_text(text, encoding="utf-8")
     if name is not None:
-        told.append(
-            f"llama.cpp's converter does not know this tokenizer: the file says that it cuts texts as {name} does"
-        )
+        told.append(f"llama.cpp's converter does not know this tokenizer: the file says it cuts texts as {name} does")
         parity = msgspec.structs.replace(parity, texts={PROBE: tokenizer.encode(PROBE, add_special_tokens=False)})
     rename(export.whole / CARD, export.place / CARD)
     shutil.rmtree(export.whole)
@@ -328,8 +326,12 @@ def _target(options: ExportOptions, run: TrainedRun) -> Path:
     if named is None:
         raise UserError("no folder is named to export to", hint="add --to DIR, or set export.dir")
     folder = Path(named).expanduser()
-    if folder.resolve() in (run.folder.resolve(), *run.folder.resolve().parents):
+    place, home = folder.resolve(), run.folder.resolve()
+    is_left = place.parent == home and (place.name in LEFT_FOLDERS or place.name.startswith("checkpoint-"))
+    if is_left or place in (home, *home.parents):
         raise UserError(f"{folder} holds the run itself", hint="name another folder")
+    if told := named_within(run.config, [place]):
+        raise UserError(f"{folder} holds what the run reads: {told}", hint="name another folder")
     if folder.is_file():
         raise UserError(f"{folder} is a file", hint="name a folder")
     put_back(folder)

@@ -18,7 +18,7 @@ from functools import cache
 from hashlib import sha256
 from itertools import tee
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -165,7 +165,7 @@ def predict(
     is_judged = opened.config.judge.url is not None if options.metrics is None else JUDGE in options.metrics
     judge = AnswerScorer(opened.config.judge) if is_judged else None
     settings = opened.settings
-    _check_samples(samples, is_drawn=settings.do_sample)
+    _check_options(options, is_drawn=settings.do_sample)
     rows = _rows(opened, None if data is None else str(data), options.turns)
     name = "eval" if data is None else Path(str(data).replace(":", "_")).stem
     folder = opened.folder / PREDICTIONS_FOLDER / name if options.out is None else Path(options.out).expanduser()
@@ -200,7 +200,10 @@ def predict(
     return Predicted(folder=folder, metrics=found)
 
 
-def _check_samples(samples: int, *, is_drawn: bool) -> None:
+def _check_options(options: PredictOptions, *, is_drawn: bool) -> None:
+    samples = options.samples
+    if options.turns not in get_args(Turns):
+        raise UserError(f"turns is {options.turns!r}", hint=f"choose one of {', '.join(get_args(Turns))}")
     if samples > 1 and not is_drawn:
         hint = "set generate.do_sample=true, and perhaps generate.temperature"
         raise UserError(f"all samples of a row ({samples}) are the same while the likeliest token is taken", hint=hint)

@@ -647,9 +647,10 @@ def test_a_process_killed_at_any_of_50_operations_leaves_the_old_folder_or_the_n
 
 def test_a_folder_that_is_there_is_not_written_over_unasked(world: World, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine", encoding="utf-8")
-    for target in (tmp_path, tmp_path / "mine", world.run, world.run.parent, None):
+    needed = (world.run, world.run.parent, world.run / "model", world.base, world.base.parent)
+    for target in (tmp_path, tmp_path / "mine", *needed, None):
         with pytest.raises(UserError):
-            luthier.export_run(world.run, ExportOptions(to=target, overwrite=target in (world.run, world.run.parent)))
+            luthier.export_run(world.run, ExportOptions(to=target, overwrite=target in needed))
     with pytest.raises(UserError):
         luthier.check_export(tmp_path)
 

@@ -446,6 +446,8 @@ def test_every_row_is_answered_or_counted_by_its_reason(ask: Predicting, tmp_pat
     assert last.metrics["lost_rows"] == {"unknown_role": 1} and last.metrics["compared"] == 3
     held = last.metrics["contamination"]
     assert held is not None and held["rows"] == 4 and held["train_rows"] > 40 and held["counts"] == {}
+    with pytest.raises(UserError):
+        ask(tmp_path / "all", turns="all")
     every = ask(tmp_path / "every", turns="every")
     assert [(one["row"].rpartition(":")[2], one["turn"]) for one in lines(every)] == [
         ("1", 1), ("2", 1), ("2", 2), ("3", 1), ("5", 1)

@@ -265,16 +265,18 @@ def _refuse_to_clear(config: RunConfig) -> None:
             f"{output.dir} holds {', '.join(own)}, which no run has left there, and a run has folders of that name",
             hint="choose another output.dir, such as a new folder in it",
         )
+    if named := named_within(config, left):
+        what = f"{named}, which this run would delete as it begins anew in {output.dir}"
+        raise CheckpointError(what, hint="choose another output.dir")
+
+
+def named_within(config: RunConfig, folders: Collection[Path]) -> str | None:
+    """Of what a run reads the first file or folder in one of these, which are resolved: ``KEY names PATH``."""
     for key, text in _texts(config.model_dump(mode="json", exclude=WRITTEN_TO), ""):
-        path = Path()
         with suppress(OSError, ValueError, RuntimeError):  # not every text can be a path
-            path = Path(text).expanduser().resolve()
-        if any(path.is_relative_to(each) for each in left):
-            raise CheckpointError(
-                f"{key} names {text}, which an earlier run has left in {output.dir}, and this run would delete it "
-                "as it begins anew there",
-                hint="choose another output.dir",
-            )
+            if any(Path(text).expanduser().resolve().is_relative_to(each) for each in folders):
+                return f"{key} names {text}"
+    return None
 
 
 def _texts(tree: object, at: str) -> Iterator[tuple[str, str]]:
