@@ -78,7 +78,8 @@ class Loader:
         """``data`` is what `luthier.prepare` gives (its training rows are taken), one set of it, or a run description.
 
         The rows of a run description are prepared here, its settings are the options that are not given, and the
-        batches are those that its training has. ``overrides`` win over it, as everywhere.
+        batches are those that its training has where ``train.shared_prompts`` is false (`loader_options` says why).
+        ``overrides`` win over it, as everywhere.
 
         Raises `UserError` for options that cannot be, and if no row is left at ``max_length``; for a run description
         also `ConfigError`, `BudgetError`, and what `luthier.prepare` raises.

@@ -273,8 +273,9 @@ def plan_of_run(config: RunConfig, rows: RowTable, *, num_ranks: int, state: Loa
 def loader_options(config: RunConfig, tokenizer: Tokenizer) -> LoaderOptions:
     """What a `luthier.Loader` is told of a run, so that its epochs have the batches of the run's training.
 
-    ``shared`` is left at False: only a model that Luthier itself has loaded keeps the branches of a tree apart. Raises
-    `UserError` for what no loader does: steps of ``train.tokens_per_step``, rows cut into full packs.
+    ``shared`` is left at False: only a model that Luthier itself has loaded keeps the branches of a tree apart; where
+    training shares prompts, more rows fit into its packs. Raises `UserError` for what no loader does: answers that the
+    model draws, steps of ``train.tokens_per_step``, rows cut into full packs.
     """
     if config.objective.kind.on_policy:
         raise UserError(
