@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.collation import CollateSettings, Grid, MediaInputs, lay_out, lay_out_trees
-from luthier.config.inputs import MediaConfig
+from luthier.config.loading import load_sections
 from luthier.layout import (
     ancestors,
     cu_seqlens,
@@ -100,9 +100,9 @@ def media_inputs(model: Any, model_config: Any = None, **options: Any) -> MediaI
     """What `collate` and `Loader` need for samples with media: a model's folder; or transformers' processor and the
     model's config. ``options`` are those of the section ``media`` of a run (``roots`` …).
 
-    Raises `ModelError` for a folder or a processor that is none, pydantic's ``ValidationError`` for unknown options.
+    Raises `ModelError` for a folder or a processor that is none, `ConfigError` for options that cannot be.
     """
-    media = MediaConfig(**options)
+    media = load_sections(media=options).media
     if isinstance(model, str | Path):
         return MediaInputs(MediaSource.of_folder(Path(model), media))
     processor = model

@@ -96,7 +96,6 @@ class Encoder:
     def renderer(self) -> Renderer:
         """The renderer of this encoder's template and target policy."""
         policy = target_policy(self.options, self.tokenizer, self.kind)
-        self.tokenizer.require_variables(self.options.kwargs, "template.kwargs")
         return Renderer(
             self.tokenizer.template, self._control(), policy, replay=self.options.replay, slots=self.measurer.slots
         )

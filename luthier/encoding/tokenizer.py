@@ -45,20 +45,22 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Read a tokenizer from a local folder, a Hub id or ``preset:NAME``.
 
-    ``chat_template`` (a path to a Jinja file, or the template) replaces the model's own. Raises `TokenizerError` if a
-    file is missing or damaged, `TemplateError` if the template is no valid Jinja. ``backend`` decides how fast text is
-    encoded, never to which ids.
+    ``chat_template`` (a path to a Jinja file, or the template) replaces the model's own. ``backend`` decides how fast
+    text is encoded, never to which ids. Raises `TokenizerError` if a file is missing or damaged, `TemplateError` if the
+    template is no valid Jinja, or reads none of a variable of ``template_kwargs``.
     """
     files = tokenizer_files.find_files(
         str(name_or_path), chat_template=chat_template, revision=revision, cache_dir=cache_dir
     )
-    return Tokenizer(
+    tokenizer = Tokenizer(
         files,
         template_kwargs=template_kwargs,
         added=added or AddedTokens(),
-        backend=backend,
+        backend=TokenizerBackend(backend),
         template_settings=template_settings,
     )
+    tokenizer.require_variables(template_kwargs or {}, "template.kwargs")
+    return tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -156,6 +156,9 @@ def test_errors_are_raised_or_returned_and_nothing_else(tokenizer: object) -> No
 def test_template_variables_must_be_read_by_the_template(tokenizer: object) -> None:
     with pytest.raises(TemplateError, match="enable_thought"):
         luthier.encode(ROW, tokenizer, template_kwargs={"enable_thought": True})
+    for wrong in ({"enable_thought": True}, {"enable_thinking": "false"}):
+        with pytest.raises(TemplateError):
+            luthier.load_tokenizer("preset:tiny-qwen3", template_kwargs=wrong)
 
 
 def test_allowed_control_strings_are_control_tokens_and_others_are_not(tokenizer: object) -> None:
