@@ -115,6 +115,7 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     texts            texts and their ids without any template, of a tokenizer that stands under another's name
     files            every other file of the folder
     rounding         of a model in 16 bits that loses more by rounding than the bound says; else None
+    media            options of the processor that training set and its files do not have
     sha256           of all of the above, as it was written; "" from a Luthier that did not say it
     """
 
@@ -136,6 +137,7 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, WrittenFile] = {}
     notes: list[str] = []
     rounding: Rounding | None = None
+    media: JsonObject | msgspec.UnsetType = msgspec.UNSET  # unset in the files of a Luthier that did not say it
     sha256: str = ""
 
 

@@ -483,6 +483,6 @@ class MediaConfig(Section):
     use_audio_in_video: bool | None = None
     """Take a video's audio track too, its tokens between those of the frames (omni models)."""
     crop_to_patches: bool | None = None
-    """Cut large images into tiles."""
+    """Cut large images into tiles. It is refused, `false` too, where the processor has no such option."""
     pan_and_scan: bool | None = None
     """Add crops of images that are far from square (Gemma 3)."""

@@ -33,6 +33,7 @@ from luthier.export.quantizing import (
     quantize_folder,
     quantized_form,
 )
+from luthier.media.processors.processor import said_options
 from luthier.models.adapter_files import existing_settings, give_back_freed, leave_files, leaving_files, merge_adapter
 from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
 from luthier.prediction import TrainedRun, open_run
@@ -392,6 +393,7 @@ def _parity(run: TrainedRun, engine: LocalEngine, dtype: str, measured: taken_do
         dtype=dtype,
         bound=bound_of(kinds, rounds_inputs=rounds_inputs(engine.model)),
         template_kwargs=dict(run.config.template.kwargs),
+        media=said_options(run.config.media),
         template_now=taken_down.template_now(run.encoder),
         template_sha256=template_digest(tokenizer.files.chat_template),
         stops=sorted(run.stops),

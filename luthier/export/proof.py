@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -198,6 +199,7 @@ def _alone(folder: Path, parity: Parity, like: RunConfig | None, trust_remote_co
     """The folder as a described model that nothing else says anything of."""
     told: JsonObject = {
         "data": {},
+        "media": {} if parity.media is msgspec.UNSET else parity.media,
         "model": {
             "name_or_path": str(folder.resolve()),
             "dtype": parity.dtype,

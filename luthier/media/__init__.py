@@ -38,7 +38,7 @@ CONFIG = "config.json"
 # The model's own template says what goes around an item in texts that no template makes.
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 TOKENS_FILES = ("tokenizer.json", "special_tokens_map.json")  # the processor's own tokenizer knows its placeholders
-ITEMS_VERSION = b"3"  # of what a sample says of its media items beside their tokens
+ITEMS_VERSION = b"4"  # of what a sample says of its media items beside their tokens
 DECIDING = ("transformers", "torchvision")  # libraries whose versions decide how many tokens an item takes
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import ModelOutput
@@ -32,6 +33,7 @@ def hook(model: PreTrainedModel) -> None:
     if not take_own_inputs(model) and any(family.attention is Attention.CROSS for family in families_of(model.config)):
         see_own_pictures(model)
     hear_own_frames(model)
+    keep_running_means(model)
     join_shared_slots(model)
     merge_frames_by_chunk(model)
     encode_videos_apart(model)
@@ -126,6 +128,25 @@ def _until_silence(features_NFC: torch.Tensor) -> torch.Tensor:
     """int64[N]: frames up to the last that is not 0 throughout, as what fills up is."""
     numbers_F = torch.arange(1, features_NFC.shape[1] + 1, device=features_NFC.device)
     return ((features_NFC != 0).any(dim=2) * numbers_F).amax(dim=1)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Batch norm (the audio encoders of Granite Speech and Nemotron Omni): in training mode it normalises by the mean and
+# variance of a batch, so a sound's features would depend on the other sounds of its batch and differ from those at
+# inference, and it keeps a running mean of them, which would change encoders that are frozen, too, and others on each
+# rank. Hooks let it compute as at inference, with the means and variances that it came with.
+
+
+def keep_running_means(model: nn.Module) -> int:
+    """Hook the layers of batch norm that have running means; returns how many there are."""
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
+    for layer in layers:
+        layer.register_forward_pre_hook(_as_at_inference)
+    return len(layers)
+
+
+def _as_at_inference(layer: nn.Module, args: Arguments) -> None:
+    layer.training = False
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -112,7 +112,9 @@ def adapter(folder: Path, target: Path, kind: str) -> None:
         model.save_pretrained(target)
 
 
-def export(folder: Path, kind: str, data: dict[bool, Path], tmp_path: Path, **quantization: str) -> Exported:
+def export(
+    folder: Path, kind: str, data: dict[bool, Path], tmp_path: Path, *, media: Any = None, **quantization: str
+) -> Exported:
     sees, adapted = folder.name.endswith(PICTURES), kind in ADAPTED
     if adapted:
         adapter(folder, tmp_path / "adapter", kind)
@@ -120,6 +122,7 @@ def export(folder: Path, kind: str, data: dict[bool, Path], tmp_path: Path, **qu
     described = {
         "model": {key: value for key, value in model.items() if value is not None},
         "data": {"train": [{"path": str(data[sees])}]},
+        "media": media or {},
         "adapter": {"type": "lora", "name_or_path": str(tmp_path / "adapter")} if adapted else {"type": "full"},
         "train": {"enabled": False},
         "output": {"dir": str(tmp_path / "run")},
@@ -141,6 +144,19 @@ def test_an_export_of_each_family_and_kind_is_proven(
     assert not any("no context" in result.told for result in done.proof.results if result.check is ExportCheck.LOGPROBS)
     if family.endswith(PICTURES) and kind == "full":
         _pictures_are_checked_later(tmp_path / "exported")
+
+
+def test_options_of_the_processor_go_with_an_export_and_are_told(
+    base: Base, data: dict[bool, Path], tmp_path: Path
+) -> None:
+    done = export(base("llava" + PICTURES), "full", data, tmp_path, media={"max_pixels": 600, "min_pixels": 400})
+    folder = tmp_path / "exported"
+    assert done.ok and luthier.check_export(folder).ok
+    parity = read_parity(folder)
+    assert parity.media == {"min_pixels": 400, "max_pixels": 600} and parity.pictures
+    assert '"max_pixels": 600' in (folder / "README.md").read_text()
+    write_parity(msgspec.structs.replace(parity, media={}), folder)
+    assert not luthier.check_export(folder).ok, "control"
 
 
 @pytest.mark.parametrize(("computed_in", "bound"), [("auto", "exact"), ("bfloat16", "cast")])

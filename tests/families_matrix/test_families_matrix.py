@@ -17,16 +17,18 @@ import torch
 from numpy.typing import NDArray
 
 import luthier
-from luthier.config.schema import GenerateConfig
+from luthier.config.schema import GenerateConfig, RunConfig
 from luthier.engines import Completion
 from luthier.engines.local import LocalEngine
 from luthier.errors import RowError
+from luthier.loader.settings import train_settings
 from luthier.media.families import PackingSupport
 from luthier.media.families.table import FAMILIES
 from luthier.media.processors.processor import MediaProcessor
 from luthier.models import find_parts
 from luthier.models.mixers import Isolation
 from luthier.records import Branch, ImageHeader, Segment, VideoHeader
+from luthier.training.fit import as_packed
 from luthier.training.generate import question_of
 from tests.conftest import reason_is
 from tests.families_matrix.matrix_cases import CASES, ELSEWHERE, MODELLESS, UNLEARNED
@@ -294,6 +296,22 @@ def test_what_is_tried_of_a_family_with_prefixes_may_be_rows_of_any_length(
     short = Segment(input_ids=whole.input_ids[:9], target=whole.target[:9])
     for segments in ([whole, short], [short, whole]):
         assert replace(product, segments=segments).isolation(product.model()).isolation is Isolation.PADDED
+
+
+def test_rows_that_cannot_be_packed_share_no_prompts_though_the_run_asks_for_it(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = make_product(CASES["mllama"], tmp_path_factory.mktemp("shared")).folder
+    asked = {
+        "model": str(folder),
+        "data": {"train": ["rows.jsonl"]},
+        "objective": "dpo",
+        "train": {"shared_prompts": True},
+        "output": {"dir": "out"},
+    }
+    told: list[object] = []
+    config = as_packed(RunConfig.model_validate(asked), luthier.load_tokenizer(folder), told.append)
+    assert not train_settings(config).shared and len(told) == 1
 
 
 def test_pictures_and_videos_in_a_row_are_refused_where_one_would_be_lost() -> None:

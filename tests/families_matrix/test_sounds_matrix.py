@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from luthier.collation import CollateSettings
 from luthier.media.families import PackingSupport
-from luthier.models import model_needs
+from luthier.models import model_needs, multimodal_class
+from luthier.models.batch_invariance import hook
 from luthier.models.isolation import choose_isolation
 from luthier.models.mixers import Isolation
 from luthier.records import Batch
@@ -190,6 +191,25 @@ def check_close(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) ->
     largest = max(float(logits.abs().max()) for logits in right)
     for ours, theirs in zip(found, right, strict=True):
         assert float((ours - theirs).abs().max()) <= 1e-4 * largest
+
+
+@pytest.mark.parametrize("family", ["granite_speech", "nemotron_h_omni"])
+def test_batch_norm_computes_in_training_as_at_inference_and_its_means_stay(
+    family: str, hearing: Callable[[str], Hearing]
+) -> None:
+    case = hearing(family)
+    torch.manual_seed(0)
+    model = multimodal_class(case.config).from_config(case.config).float().train()
+    before = {name: value.clone() for name, value in model.named_buffers() if "running" in name}
+    inputs = case.batch(case.segments(rows_of(family, "several")), packed=False).model_inputs
+    with torch.no_grad():
+        assert float((model(**inputs).logits - model.eval()(**inputs).logits).abs().max()) > 1e-4, "control"
+        for name, value in before.items():
+            model.get_buffer(name).copy_(value)
+        hook(model)
+        learned = model.train()(**inputs).logits
+        check_close([learned], [model.eval()(**inputs).logits])
+    assert before and all(torch.equal(model.get_buffer(name), value) for name, value in before.items())
 
 
 @pytest.mark.parametrize("family", ["granite_speech", "nemotron_h_omni", "phi4_multimodal"])

@@ -233,6 +233,18 @@ def test_a_sound_has_as_many_samples_as_its_header_says(name: str, codec: str, s
     assert len(resampled.samples) == -(-header.num_samples * 8000 // rate)
 
 
+@pytest.mark.parametrize("rate", [8000, 11025, 16_000, 24_000, 44_100])
+def test_an_mp3_of_any_rate_is_as_long_as_what_was_encoded(rate: int, tmp_path: Path) -> None:
+    """Its padding, some thousand samples, lasts more than a tenth of a second at low rates."""
+    needs_av()
+    path = sound(tmp_path / "a.mp3", tone(1.7, rate), codec="libmp3lame", rate=rate)
+    header = audio_header(path)
+    assert header.num_samples == round(1.7 * rate)
+    decoded = decode(Audio(source=str(path), root=str(tmp_path)), header, OPEN)
+    assert isinstance(decoded, DecodedAudio)
+    assert np.abs(decoded.samples[-rate // 10 :]).max() > 0.3
+
+
 def test_lossless_sound_is_exact(tmp_path: Path) -> None:
     needs_av()
     samples = tone(0.7)

@@ -104,6 +104,8 @@ def test_transparency_is_dropped_and_palettes_are_looked_up() -> None:
     palette.putpalette([0, 0, 0, 7, 8, 9])
     assert corners(decoded_image(image_file(palette, "PNG", transparency=1))) == [(7, 8, 9)] * 4
     assert corners(decoded_image(image_file(Pillow.new("CMYK", (5, 4), (0, 255, 255, 0)), "TIFF"))) == [(255, 0, 0)] * 4
+    for opaque, colour in ((palette, 1), (Pillow.new("L", (5, 4), 7), 7), (Pillow.new("RGB", (5, 4), 7), (7, 0, 0))):
+        assert not decoded_image(image_file(opaque, "PNG", transparency=colour)).has_transparency_data
 
 
 def test_of_an_animation_the_first_frame_is_taken() -> None:

@@ -202,6 +202,10 @@ def test_sizes_that_only_pixels_decide_are_not_guessed() -> None:
         ("granite_docling", "crop_to_patches", "crop_to_patches"),
         ("internvl", "crop_to_patches", "crop_to_patches"),
         ("ovis2", "crop_to_patches", "crop_to_patches"),
+        ("idefics3", "crop_to_patches", "do_image_splitting"),
+        ("smolvlm", "crop_to_patches", "do_image_splitting"),
+        ("lfm2_vl", "crop_to_patches", "do_image_splitting"),
+        ("minicpmv4_6", "crop_to_patches", "slice_mode"),
         ("gemma3", "pan_and_scan", "do_pan_and_scan"),
     ],
 )

@@ -87,6 +87,11 @@ def test_tiles_are_switched_off_by_an_option() -> None:
     assert media.features([(LARGE, DecodedImage(pixels=picture(300, 200)))])["pixel_values"].shape == (1, 3, 28, 28)
 
 
+def test_tiles_that_no_option_switches_off_are_not_said_to_be_off() -> None:
+    with pytest.raises(ModelError, match="crop_to_patches"):
+        MediaProcessor.of(BUILDERS["llava_next"](), MediaConfig(crop_to_patches=False))
+
+
 def test_limits_that_a_processor_does_not_know_are_met_before_it() -> None:
     media = MediaProcessor.of(BUILDERS["pixtral"](), MediaConfig(max_pixels=2000))
     made = media.features([(LARGE, DecodedImage(pixels=picture(300, 200)))])

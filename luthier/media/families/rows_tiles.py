@@ -27,6 +27,8 @@ IDEFICS = Modules(
     tower=("model.vision_model",), projector=("model.connector",), language=("model.text_model", "lm_head")
 )
 CROP = {"crop_to_patches": "crop_to_patches"}
+SLICES = {"crop_to_patches": "slice_mode"}
+SPLIT = {"crop_to_patches": "do_image_splitting"}
 KINDS = {"mm_token_type_ids": rules.kinds}
 SLICED = {
     "pixel_values": CAT_LAST,
@@ -100,7 +102,7 @@ ROWS = (
         name="idefics3",
         processors=("Idefics3Processor",),
         model_types=("idefics3",),
-        image=Rule(measure=tiles.rows_and_columns, fold=4),
+        image=Rule(measure=tiles.rows_and_columns, options=SPLIT, fold=4),
         batching=TILED_IN_ROWS,
         modules=IDEFICS,
     ),
@@ -108,7 +110,7 @@ ROWS = (
         name="smolvlm",
         processors=("SmolVLMProcessor",),
         model_types=("smolvlm",),
-        image=Rule(measure=tiles.rows_and_columns, fold=16),
+        image=Rule(measure=tiles.rows_and_columns, options=SPLIT, fold=16),
         video=rules.PADDED_FRAMES,
         one_kind="its processor puts frames in the place of images",
         batching=TILED_IN_ROWS,
@@ -155,7 +157,7 @@ ROWS = (
         name="aria",
         processors=("AriaProcessor",),
         model_types=("aria",),
-        image=Rule(measure=tiles.equal_crops, fold=9),
+        image=Rule(measure=tiles.equal_crops, options={"crop_to_patches": "split_image"}, fold=9),
         batching={"pixel_values": CAT, "pixel_mask": CAT},
         modules=PROJECTED,
     ),
@@ -163,7 +165,7 @@ ROWS = (
         name="lfm2_vl",
         processors=("Lfm2VlProcessor",),
         model_types=("lfm2_vl",),
-        image=Rule(measure=tiles.tiles_or_whole, replace=processors.marked, fold=4),
+        image=Rule(measure=tiles.tiles_or_whole, replace=processors.marked, options=SPLIT, fold=4),
         batching={"pixel_values": CAT, "pixel_attention_mask": CAT, "spatial_shapes": CAT},
         modules=PROJECTED,
     ),
@@ -171,7 +173,7 @@ ROWS = (
         name="minicpmv4_6",
         processors=("MiniCPMV4_6Processor",),
         model_types=("minicpmv4_6",),
-        image=Rule(measure=tiles.slices, replace=processors.sliced, fold=16),
+        image=Rule(measure=tiles.slices, replace=processors.sliced, options=SLICES, fold=16),
         video=rules.FRAME_SLICES,
         number=processors.numbered,
         batching=SLICED,
@@ -181,7 +183,7 @@ ROWS = (
         name="minicpmv4_7",
         processors=("MiniCPMV4_7Processor",),
         model_types=("minicpmv4_7",),
-        image=Rule(measure=tiles.slices, replace=processors.sliced, fold=16),
+        image=Rule(measure=tiles.slices, replace=processors.sliced, options=SLICES, fold=16),
         video=rules.FRAME_SLICES,
         number=processors.numbered_pictures,
         batching=SLICED,

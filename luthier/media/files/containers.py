@@ -53,6 +53,7 @@ _GUESSING_READERS = ("mp3", "aac")  # whose headers say no length, and FFmpeg gu
 _PACKET_OF_TRANSPORT_STREAM = 188
 # How far the length in a header may be from the truth: encoders pad the ends of lossy sound, indexes miss frames.
 _SECONDS_OFF = 0.1
+_PADDING = 3 * 576  # samples: three packets of MP3 at low rates, which last longer there
 _SHARE_OF_FRAMES_OFF = 0.02
 _FRAMES_OFF = 2
 
@@ -117,8 +118,13 @@ def _audio_header(container: InputContainer, stream: AudioStream) -> AudioHeader
         packets = sum(packet.duration or 0 for packet in container.demux(stream) if packet.size)
         there = float(packets * stream.time_base)
         # an encoder's padding is in the packets and not in the statement
-        seconds = stated if abs(stated - there) <= _SECONDS_OFF else there
+        seconds = stated if abs(stated - there) <= _samples_off(stream.rate) / stream.rate else there
     return AudioHeader(num_samples=round(seconds * stream.rate), sampling_rate=stream.rate)
+
+
+def _samples_off(sampling_rate: int) -> int:
+    """How many samples the length in a header may be from the truth."""
+    return max(round(_SECONDS_OFF * sampling_rate), _PADDING)
 
 
 def _first_rotation(content: Content) -> int:
@@ -212,10 +218,10 @@ def _decode_wanted(
 def read_audio(content: Content, header: AudioHeader, window: tuple[int, int] | None = None) -> NDArray[np.float32]:
     """The samples, the mean of all channels, float32[header.num_samples]; of a ``window`` [start, end) those.
 
-    A tenth of a second more or less than the header says is cut off or silence, as encoders pad lossy sound; more is
-    `RowError` (``media_broken``). Decoding stops there, so a header cannot hide hours.
+    A tenth of a second (or 1,728 samples) more or less than the header says is cut off or silence, as encoders pad
+    lossy sound; more is `RowError` (``media_broken``). Decoding stops there, so a header cannot hide hours.
     """
-    slack = round(_SECONDS_OFF * header.sampling_rate)
+    slack = _samples_off(header.sampling_rate)
     start, end = window or (0, header.num_samples)
     blocks: list[NDArray[np.float32]] = []
     total = 0

@@ -321,15 +321,17 @@ def _as_rgb(image: PIL.Image.Image, content: Content) -> PIL.Image.Image:
 
     match image.mode:
         case "RGB":
-            return image
+            pixels = image
         case "I;16" | "I;16L" | "I;16B":
             values: NDArray[np.uint16] = np.asarray(image)
-            return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
+            pixels = Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
         case "I" | "F":
             detail = f"{content.name} has gray values of 32 bits, which say no shade that is white"
             raise RowError("media_format", detail)
         case _:
-            return image.convert("RGB")
+            pixels = image.convert("RGB")
+    pixels.info.pop("transparency", None)  # a colour of the file, which some processors would paint white
+    return pixels
 
 
 # -------------------------------------------------------------------------------------------------------------- sound

@@ -158,6 +158,8 @@ OPTIONS = {
 }
 # Those that are met without the processor's help where it has no setting for them.
 LIMITS = ("min_pixels", "max_pixels")
+# Those that a processor without a setting for them may do all the same, so that their `false` has to be met, too.
+CUT = ("crop_to_patches",)
 
 
 def call_options(parts: Mapping[MediaKind, tuple[str, Part]], family: Family, options: MediaConfig) -> ProcessorKwargs:
@@ -173,7 +175,7 @@ def call_options(parts: Mapping[MediaKind, tuple[str, Part]], family: Family, op
         chosen: dict[str, object] = {}
         for key in OPTIONS[kind]:
             value = getattr(options, key)
-            if value is None or (value is False and key not in rule.options):
+            if value is None or (value is False and key not in rule.options and key not in CUT):
                 continue
             if key in rule.options:
                 _set(chosen, part, rule.options[key], value)

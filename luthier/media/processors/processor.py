@@ -460,6 +460,12 @@ def pictures_of(
     return pictures if limits is None else [limits.picture(picture) for picture in pictures]
 
 
+def said_options(options: MediaConfig) -> dict[str, object]:
+    """The processor's options that a run says, and its files do not: ``{"max_pixels": 1000000}``."""
+    said = {key: getattr(options, key) for keys in calling.OPTIONS.values() for key in keys}
+    return {key: value for key, value in said.items() if value is not None}
+
+
 def quick_outputs(
     settings: Settings | None,
     rule: Rule | None,

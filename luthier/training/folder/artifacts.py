@@ -31,7 +31,7 @@ from luthier.encoding import tokenizer_files
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError, TokenizerError
 from luthier.ledger import rows_beside
-from luthier.media.processors.processor import PROCESSOR_FILES
+from luthier.media.processors.processor import PROCESSOR_FILES, said_options
 from luthier.models.adapter_files import save_adapter
 from luthier.models.model import RANDOM_WEIGHTS, source_of
 from luthier.models.vocabulary import RESIZED, UNPADDED, pads_with_end
@@ -224,8 +224,10 @@ def model_card(result: RunResult, config: RunConfig) -> str:
 
 
 def given_beside(config: RunConfig) -> list[str]:
-    """What training gave to prompts and the chat template alone does not, in sentences for those who use the model."""
+    """What training gave to prompts and the model's files alone do not, in sentences for those who use the model."""
     kwargs, system, found = config.template.kwargs, config.template.default_system, list[str]()
+    if said := json.dumps(said_options(config.media)).removeprefix("{}"):
+        found.append(f"Give the processor these options, as training did; its files do not have them: `{said}`.")
     if kwargs:
         told = json.dumps(kwargs, ensure_ascii=False)
         found.append(f"Give the chat template these variables, as training did (`chat_template_kwargs`): `{told}`.")
