@@ -340,8 +340,10 @@ def _encoded(model: nn.Module, kind: str, features: TensorFeatures) -> torch.Ten
     encode = getattr(plain, _ENCODES[kind], None)
     if encode is None:
         raise ModelError(
-            f"{type(plain).__name__} has no {_ENCODES[kind]}: ranks without any {kind} would make others wait",
-            hint="train on one process, or freeze its towers: adapter.train_parts: [language_model]",
+            f"{type(plain).__name__} has no {_ENCODES[kind]}, by which ranks without any {kind}, or steps that train "
+            "no language model, would have gradients",
+            hint="train on one process, the language model too, or freeze its towers: adapter.train_parts: "
+            "[language_model]",
         )
     known = inspect.signature(encode).parameters
     output = encode(**{name: value for name, value in features.items() if name in known})
