@@ -385,6 +385,7 @@ def _parity(run: TrainedRun, engine: LocalEngine, dtype: str, measured: taken_do
     tokenizer = run.encoder.tokenizer
     weights = {tensor.dtype for tensor in engine.model.parameters() if tensor.is_floating_point()}
     computed_in = {getattr(layer, "compute_dtype", None) for layer in engine.model.modules()}  # of layers in 4 bits
+    pictures = () if measured is None else taken_down.golden_pictures(run, engine, measured)
     kinds = [dtype, *sorted(map(_name_of, weights | {each for each in computed_in if isinstance(each, torch.dtype)}))]
     return Parity(
         version=PARITY_VERSION,
@@ -400,9 +401,7 @@ def _parity(run: TrainedRun, engine: LocalEngine, dtype: str, measured: taken_do
         special_ids={name: tokenizer.control_id(token) for name, token in sorted(tokenizer.special_tokens.items())},
         prompts=[] if measured is None else list(measured.prompts),
         contexts=[] if measured is None else measured.goldens,
-        pictures=[]
-        if measured is None
-        else list(islice(taken_down.golden_pictures(run, engine, measured), taken_down.NUM_PICTURES)),
+        pictures=list(islice(pictures, taken_down.NUM_PICTURES)),
     )
 
 
@@ -496,7 +495,6 @@ def _hub() -> Any:
     try:
         import huggingface_hub
     except ImportError as error:
-        raise UserError(
-            "pushing needs the package huggingface_hub, which is not installed", hint=install_hint("hub")
-        ) from error
+        hint = install_hint("hub")
+        raise UserError("pushing needs the package huggingface_hub, which is not installed", hint=hint) from error
     return huggingface_hub
