@@ -30,7 +30,7 @@ from luthier.writing import counted
 class SegmentCut:
     """Tokens ``start:stop`` of a segment, after its first ``head`` ones.
 
-    ``open_end``: the cut is inside an answer, so the last token is no target.
+    ``open_end``: the cut is inside an answer, so the last token is no target (of what is learned whole it is one).
     """
 
     start: int
@@ -83,7 +83,7 @@ def plan_windows(segment: Segment, *, max_length: int, overflow: Overflow) -> li
             )
         case Overflow.TRUNCATE:
             stop = _before_media(segment.media, max_length, max_length)
-            return [_window(target, 0, stop)]
+            return [_window(target, 0, stop, is_text=_is_text(target))]
         case Overflow.SPLIT:
             return [] if any(item.length > max_length for item in segment.media) else _split(segment, max_length)
         case _:
@@ -113,7 +113,7 @@ def take_window(segment: Segment, window: SegmentCut) -> Segment:
 def _split(segment: Segment, max_length: int) -> list[SegmentCut]:
     target = segment.target
     num_tokens = len(target)
-    if target[1:].all():  # a document: windows one behind the other
+    if _is_text(target):  # windows one behind the other
         starts = range(0, num_tokens, max_length)
         return [_window(target, start, min(start + max_length, num_tokens), is_text=True) for start in starts]
     # stops[i]: an answer's last target is at stops[i] - 1, so a window may end there
@@ -133,6 +133,11 @@ def _split(segment: Segment, max_length: int) -> list[SegmentCut]:
         windows.append(_window(target, start, stop))
         start = stop
     return windows
+
+
+def _is_text(target: NDArray[np.bool_]) -> bool:
+    """Whether all is learned, as of a document: a cut then goes through no answer."""
+    return bool(target[1:].all())
 
 
 def _window(target: NDArray[np.bool_], start: int, stop: int, *, is_text: bool = False) -> SegmentCut:

@@ -23,6 +23,7 @@ from luthier.errors import ModelError, RowError, SourceError, install_hint
 from luthier.records import Address
 from luthier.sources import RowBytes, decode_strict
 from luthier.sources.columnar import count_columnar_rows, encode_row, read_columnar_file, table_rows
+from luthier.sources.detect import NO_COLUMN
 from luthier.sources.files import DataFile, find_files
 from luthier.sources.text_files import read_text_file
 
@@ -231,6 +232,9 @@ _OWN_KEYS = (
     "separator", "slice",
 )  # fmt: skip
 _FORMATTINGS = {"alpaca": Format.ALPACA, "sharegpt": Format.SHAREGPT, "openai": Format.MESSAGES}
+# Columns that LLaMA-Factory reads only where an entry names them.
+_UNNAMED = {Format.ALPACA: ("system", "tools", "history"), Format.SHAREGPT: ("system", "tools"),
+            Format.MESSAGES: ("system", "tools")}  # fmt: skip
 _CONVERTERS = {"alpaca": Format.ALPACA, "sharegpt": Format.SHAREGPT, "pair": Format.PREFERENCE}
 
 
@@ -340,6 +344,8 @@ def _from_json(entry: Mapping[str, object], registry: Path, where: str) -> dict[
     kind = _FORMATTINGS[formatting]
     if kind is Format.ALPACA and isinstance(columns, dict) and set(columns) == {"prompt"}:
         kind = Format.AUTO  # {prompt: text} and no response is plain text, if the rows have no answer either
+    elif isinstance(columns, dict):
+        columns = dict.fromkeys(_UNNAMED.get(kind, ()), NO_COLUMN) | columns
     path, folder = _json_path(entry, registry, where), entry.get("folder")
     return {
         "path": f"{path}/{folder}" if folder else path,

@@ -244,6 +244,11 @@ def rows(entry: str, more: str = "", key: str = "datasets") -> str:
     (rows("path: r.jsonl, type: chatml.intel", "rl: dpo\n"), "data.train[0].columns", {"prompt": "question"}),
     (rows("path: r.jsonl, type: llama3.icr", "rl: ipo\n"), "template.chat_template", "llama3"),
     (rows("path: r.jsonl, type: chatml.intel", "rl: dpo\nrpo_alpha: 0.2\n"), "objective.sft_weight", 0.2),
+    (rows("path: r.jsonl, type: chatml.intel", "rl: dpo\ndpo_label_smoothing: 0.1\n"),
+     "objective.label_smoothing", 0.0),
+    (rows("path: r.jsonl, type: chatml.intel", "rl: dpo\ndpo_loss_type: [robust]\ndpo_label_smoothing: 0.1\n"),
+     "objective.label_smoothing", 0.1),
+    (rows("path: r.jsonl, type: chat_template", "dpo_label_smoothing: 0.1\n"), "objective.label_smoothing", 0.0),
     (rows("path: r.jsonl, type: chatml.intel", "rl: dpo\ndpo_loss_type: [sigmoid, sft]\n"
           "dpo_loss_weights: [2, 1]\n"), "objective.sft_weight", 0.5),
     (rows("path: r.jsonl, type: chat_template.default, field_chosen: good", "rl: dpo\n"), "data.train[0].columns",

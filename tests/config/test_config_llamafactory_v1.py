@@ -54,6 +54,7 @@ def test_lines_of_the_table_name_keys_that_are_there() -> None:
     ("", "data.overflow", "keep_answer"),
     ("pref_beta: 0.2\n", "objective.name", "dpo"),
     ("pref_loss: simpo\n", "objective.gamma", 0.5),
+    ("pref_loss: orpo\npref_ftx: 0.5\n", "objective.sft_weight", 1.5),
     ("model_class: cls\n", "objective.name", "rm"),
     ("peft_config: {name: lora, r: 4, target_modules: all}\n", "adapter.r", 4),
     ("peft_config: {name: lora}\n", "adapter.lora_alpha", 16),

@@ -20,8 +20,13 @@ from luthier.config import parse_path
 from luthier.config.loading import dump_translation, load_config_text, load_draft
 from luthier.config.peers.trl import TRL
 from luthier.config.words import schema_at
+from luthier.encoding.encoder import Encoder
 from luthier.errors import ConfigError
 from luthier.presets import tokenizer_folder
+from luthier.records import Sample
+from luthier.sources import RawRow
+from luthier.sources.origins import resolve_sources
+from luthier.sources.source import open_sources
 
 TABLE: dict[str, Any] = dict(TRL.table)
 EXAMPLES = sorted((Path(__file__).parent / "trl").glob("*.yaml"))
@@ -231,6 +236,10 @@ def test_their_defaults_are_written_out(fields: dict[str, dict[str, object]]) ->
     ("loss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.0]\n", "objective.bco_share", 0.2),
     ("loss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.0]\n", "objective.sft_weight", 1.0),
     ("loss_type: [ipo, sft]\nloss_weights: [2.0, 1.0]\n", "objective.sft_weight", 0.5),
+    ("loss_type: [ipo, sft]\nloss_weights: [2.0, 1.0]\n", "train.max_grad_norm", 0.5),
+    ("loss_type: ipo\nloss_weights: [4.0]\nmax_grad_norm: 2.0\n", "train.max_grad_norm", 0.5),
+    ("loss_type: sigmoid\nlabel_smoothing: 0.1\n", "objective.label_smoothing", 0.0),
+    ("loss_type: robust\nlabel_smoothing: 0.1\n", "objective.label_smoothing", 0.1),
     ("loss_type: sigmoid\nf_divergence_type: js_divergence\n", "objective.loss", "js_divergence"),
     ("use_weighting: true\n", "objective.loss", "wpo"),
     ("loss_type: discopop\ndiscopop_tau: 0.1\n", "objective.discopop_tau", 0.1),
@@ -317,6 +326,26 @@ def test_folders_are_read_by_split(tmp_path: Path) -> None:
     (source,), (held_out,) = run["data"]["train"], run["data"]["eval"]
     assert (source["path"], source["split"], held_out["split"]) == (str(tmp_path / "set"), "train", "test")
     assert (source["train_on"], source["format"]) == ("assistant", "prompt_completion")
+
+
+@pytest.mark.parametrize(("row", "objective"), [
+    (MESSAGES, "sft"), (PAIR, "sft"), (TALK_PAIR, "sft"), ({"text": "Mars."}, "sft"), (VERDICTS[0], "kto"),
+    (PREFERENCE, "dpo"), (PREFERENCE, "rm"),
+])  # fmt: skip
+def test_columns_that_trl_passes_over_say_nothing_here(
+    tmp_path: Path, row: Mapping[str, object], objective: str
+) -> None:
+    """`weight` and `system` beside the columns that its trainers read."""
+    made = []
+    for name, more in (("plain", {}), ("more", {"weight": 0.25, "system": "Be short."})):
+        path = rows_file(tmp_path, {**row, **more}, name=f"{name}.jsonl")
+        text = f"model_name_or_path: preset:tiny-qwen3\ndataset_name: {path}\n"
+        config = load_config_text(text, "theirs.yaml", [f"objective.name={objective}"])
+        ((source,), encoder) = open_sources(resolve_sources(config.data)[0], seed=0), Encoder.from_config(config)
+        (sample,) = encoder.encode_many([source.convert(row) for row in source.rows() if isinstance(row, RawRow)])
+        assert isinstance(sample, Sample)
+        made.append((sample.input_ids.tolist(), sample.target.tolist(), sample.weight))
+    assert made[0] == made[1]
 
 
 @pytest.fixture(scope="module")

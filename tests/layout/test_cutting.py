@@ -54,6 +54,10 @@ def test_truncate_right_after_an_answer_keeps_its_last_target():
     assert patterns(cut_segment(segment("..AA.A"), max_length=4, overflow=Overflow.TRUNCATE)) == ["..AA"]
 
 
+def test_truncate_of_what_is_learned_whole_cuts_through_no_answer():
+    assert patterns(cut_segment(segment("AAAAAA"), max_length=4, overflow=Overflow.TRUNCATE)) == [".AAA"]
+
+
 def test_truncate_that_leaves_no_target_drops_the_row():
     with pytest.raises(RowDropped) as caught:
         cut_segment(segment("...AA"), max_length=4, overflow=Overflow.TRUNCATE)

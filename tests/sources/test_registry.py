@@ -16,7 +16,10 @@ from luthier.config.inputs import DataConfig, SourceConfig
 from luthier.encoding.tokenizer import load_tokenizer
 from luthier.errors import ModelError, SourceError
 from luthier.presets import tokenizer_folder
+from luthier.records import Conversation
+from luthier.sources import RawRow
 from luthier.sources.origins import modelscope_folder, open_origin, read_registry, resolve_sources
+from luthier.sources.source import open_sources
 from tests.conftest import refused
 
 FROM_DATA = {
@@ -53,13 +56,27 @@ def test_every_key_of_an_entry_arrives_in_the_source(tmp_path: Path) -> None:
     assert resolve(tmp_path, entry) == SourceConfig(
         path=str(tmp_path / "data/x.json"),
         format=Format.SHAREGPT,
-        columns={"messages": "conversations", "kto_tag": "label"},
+        columns={"system": "none", "tools": "none", "messages": "conversations", "kto_tag": "label"},
         tags=CHAT_TAGS,
         split="test",
         subset="en",
         max_rows=50,
         **FROM_DATA,
     )
+
+
+@pytest.mark.parametrize(("named", "num_texts"), [({}, 2), ({"system": "system", "history": "history"}, 5)])
+def test_columns_that_llama_factory_reads_only_where_they_are_named(
+    tmp_path: Path, named: dict[str, str], num_texts: int
+) -> None:
+    row = {"instruction": "Ask", "input": "", "output": "Yes", "system": "Be", "history": [["Hi", "Hello"]]}
+    (tmp_path / "x.json").write_text(json.dumps([row]))
+    entry = {"file_name": "x.json", "columns": named}
+    (source,) = open_sources([resolve(tmp_path, entry)], seed=0)
+    (raw,) = source.rows()
+    assert isinstance(raw, RawRow)
+    conversation = source.convert(raw)
+    assert isinstance(conversation, Conversation) and len(conversation.messages) == num_texts
 
 
 def test_an_entry_may_say_what_is_learned_of_it_in_both_forms(tmp_path: Path) -> None:

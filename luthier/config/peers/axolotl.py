@@ -78,8 +78,8 @@ def _plugin(reading: Translator, index: int, name: str) -> None:
 
 def _objective(reading: Translator) -> None:
     rl, is_reward = reading.take("rl"), reading.flag("reward_model")
-    of = "reward_model" if is_reward else "rl"
-    is_drawn = rl == "grpo"
+    of, is_drawn = "reward_model" if is_reward else "rl", rl == "grpo"
+    reading.pass_over(() if rl else {"dpo_label_smoothing"}, "it belongs to rl: dpo")
     kinds = "verdicts" if rl == "kto" else "pairs" if is_reward or (rl and not is_drawn) else "answers"
     rows = axolotl_rows.read_data(reading, kinds)
     if is_drawn:
@@ -128,9 +128,10 @@ def _preferences(reading: Translator, rl: str) -> None:
     reading.set("objective.name", "kto" if rl == "kto" else "dpo", "rl")
     kinds, _ = reading.take("dpo_loss_type"), reading.take("dpo_loss_weights")
     if kinds is not None and rl == "dpo":
-        trl.mixed_losses(reading, "dpo_loss_type", "dpo_loss_weights")
+        loss = trl.mixed_losses(reading, "dpo_loss_type", "dpo_loss_weights")
     elif loss is not None:
         reading.set("objective.loss", loss, "rl")
+    trl.smooth_pairs(reading, "dpo_label_smoothing", loss or "sigmoid")
     reading.switch("objective.loss", "wpo", "dpo_use_weighting")
     if rl == "dpo":
         reading.copy("objective.sft_weight", "rpo_alpha")

@@ -87,16 +87,25 @@ def _objective(reading: Translator) -> None:
         reading.set("objective.loss", "ppo", "stage")
         read_ppo(reading)
     losses = {"use_dft_loss": "dft", "use_asft_loss": "asft", "use_eaft_loss": "eaft"}
-    for key in (key for key in losses if reading.flag(key)):
+    for key in (key for key in losses if reading.flag(key) and stage != "dpo"):
         reading.set("objective.loss", losses[key], key)
     if stage == "dpo":
         reading.fill_in("defaults", "dpo")
         loss = str(reading.take("pref_loss"))
         reading.set("objective.loss", loss, "pref_loss")
+        if loss in _TAKEN_FOR_SIGMOID:
+            reading.told.append(
+                f"pref_loss: {loss} is computed; LLaMA-Factory with TRL 0.24 computes sigmoid in its place"
+            )
         if loss == "simpo":
             reading.fill_in("defaults", "simpo")
+        if loss == "orpo" and isinstance(more := reading.take("pref_ftx"), int | float) and more:
+            reading.set("objective.sft_weight", 1 + more, "pref_ftx")  # beside the answer that ORPO learns itself
+        reading.pass_over(losses, "it belongs to stage: sft")
     if stage == "kto":
         reading.fill_in("defaults", "kto")
+    smooths = {"sft": "label_smoothing_factor", "pt": "label_smoothing_factor", "dpo": "dpo_label_smoothing"}.get(stage)
+    reading.pass_over({"label_smoothing_factor", "dpo_label_smoothing"} - {smooths}, "another stage reads it")
     idle = {"pref_loss", "simpo_gamma", "ld_alpha"} if stage != "dpo" else {"kto_chosen_weight", "kto_rejected_weight"}
     idle |= set() if stage in ("dpo", "kto") else {"pref_beta", "pref_ftx", "kto_chosen_weight", "kto_rejected_weight"}
     idle |= {"simpo_gamma"} if reading.take("pref_loss") != "simpo" else set()
@@ -165,6 +174,7 @@ def _llama_pro(reading: Translator) -> None:
     reading.set("adapter.freeze_spread", True, "use_llama_pro")
 
 
+_TAKEN_FOR_SIGMOID = ("hinge", "ipo", "kto_pair")  # it does not hand the name to TRL's function
 _ALONE = ("orpo", "simpo")  # losses of pairs that compare with no reference
 
 

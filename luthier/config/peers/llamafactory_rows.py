@@ -86,6 +86,8 @@ def _is_multimodal(reading: Translator) -> bool:
 
 
 def read_template(reading: Translator) -> None:
+    if reading.take("stage") == "pt" and reading.take("template") == "llama3":
+        reading.set("data.document_end", "<|end_of_text|>", "template")
     if _is_multimodal(reading):
         reading.fill_in("defaults", "media")
         _whole_videos(reading)
@@ -138,8 +140,11 @@ def read_lengths(reading: Translator) -> None:
     reading.set("train.packing", "window" if is_packed else "none", of)
     if is_packed and not neat:
         reading.told.append("packing: rows that share a pack never see each other, as with neat_packing")
-    reading.set("data.overflow", "keep_answer", "cutoff_len")
+    reading.set("data.overflow", "truncate" if stage == "pt" else "keep_answer", "cutoff_len")
     reading.set("data.max_drop", 0.5, "cutoff_len")  # their runs never stop for rows that are lost
+    if stage == "pt":
+        reading.told.append(f"cutoff_len: a text over {counted(most, 'token')} loses its end, as in LLaMA-Factory")
+        return
     reading.told.append(
         f"cutoff_len: a row over {counted(most, 'token')} loses the oldest turns of its prompt, where LLaMA-Factory "
         "shortens every turn; the report counts such rows"

@@ -123,9 +123,8 @@ def _objective(reading: translation.Translator, sources: list[JsonObject]) -> No
     loss, gamma = reading.take("pref_loss"), reading.take("simpo_gamma")
     smooth, ftx = reading.take("dpo_label_smoothing"), reading.take("pref_ftx")
     if said != "dpo":
-        for idle in reading.entries.keys() & {"pref_beta", "ld_alpha"}:
-            reading.take(idle)
-            reading.passed[idle] = "it belongs to dpo"
+        idle = ("pref_beta", "ld_alpha", "pref_loss", "simpo_gamma", "dpo_label_smoothing", "pref_ftx")
+        reading.pass_over(idle, "it belongs to dpo")
         return
     reading.set("objective.loss", str(loss or "sigmoid"), "pref_loss")
     if "pref_beta" not in reading.entries:
@@ -134,6 +133,8 @@ def _objective(reading: translation.Translator, sources: list[JsonObject]) -> No
     if loss == "simpo":
         reading.defaults |= {"simpo_gamma"} - set(reading.entries)
         reading.set("objective.gamma", 0.5 if gamma is None else gamma, "simpo_gamma")
+    if loss == "orpo" and isinstance(ftx, int | float) and ftx:
+        ftx += 1  # beside the answer that ORPO learns itself
     for ours, key, value in (("label_smoothing", "dpo_label_smoothing", smooth), ("sft_weight", "pref_ftx", ftx)):
         if value:
             reading.set(f"objective.{ours}", value, key)

@@ -219,6 +219,9 @@ def _dpo(reading: translation.Translator) -> None:
         reading.switch("objective.reference.source", "none", "reference_free")
 
 
+_SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
+
+
 def mixed_losses(
     reading: translation.Translator, of: str = "loss_type", weights_of: str = "loss_weights"
 ) -> str | None:
@@ -250,10 +253,11 @@ def mixed_losses(
         reading.refuse(of, f"{', '.join(names)} are not mixed",
                        "choose one loss, with sft beside it or not, or sigmoid, bco_pair and sft")  # fmt: skip
         return None
-    if (of_answer is not None or len(mixed) > 1) and total != 1:
-        reading.told.append(
-            f"{weights_of}: the whole loss is divided by {total:g}, which leaves Adam's steps as they are"
-        )
+    if total != 1:
+        most = reading.take("max_grad_norm")
+        reading.set("train.max_grad_norm", (1.0 if most is None else most) / total, weights_of)
+        reading.told.append(f"{weights_of}: the whole loss, and max_grad_norm with it, is divided by {total:g}, "
+                            "which leaves Adam's steps as they are")  # fmt: skip
     return next(iter(mixed)) if len(mixed) == 1 else "mpo"
 
 
@@ -271,10 +275,19 @@ def _divergence(reading: translation.Translator, loss: str) -> None:
             reading.set("objective.loss", "wpo", "use_weighting")
         else:
             reading.refuse("use_weighting", f"it goes with loss_type: sigmoid, not with {loss}", "keep one of them")
-    if (smooth := reading.take("label_smoothing")) not in (None, 0, 0.0):
-        reading.set("objective.label_smoothing", smooth, "label_smoothing")
+    smooth_pairs(reading, "label_smoothing", loss)
     if (tau := reading.take("discopop_tau")) is not None and loss == "discopop":
         reading.set("objective.discopop_tau", tau, "discopop_tau")
+
+
+def smooth_pairs(reading: translation.Translator, key: str, loss: str) -> None:
+    """``label_smoothing``, which TRL's DPO reads for some losses alone."""
+    share = reading.take(key)
+    if loss in _SMOOTHED and share:
+        reading.set("objective.label_smoothing", share, key)
+    elif share:
+        reading.told.append(f"{key}: TRL since 0.29 computes {loss} without it, and so does this run; "
+                            f"objective.label_smoothing={share} smooths sigmoid")  # fmt: skip
 
 
 # ------------------------------------------------------------------ the model

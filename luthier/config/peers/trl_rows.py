@@ -29,6 +29,11 @@ _SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 _NO_LIMIT = 131_072  # tokens, where `max_length: null` asks for no limit and the model tells none
 _MOST_FILES = 10_000  # of a folder that one is looked for in
 _JSON, _CELLS, _TABLES = {".json", ".jsonl", ".ndjson"}, {".csv": ",", ".tsv": "\t"}, {".parquet"}
+_SAY_NOTHING = {  # to TRL: columns of rows by their kind
+    "text": frozenset({"weight"}), "messages": frozenset({"system", "weight"}),
+    "prompt_completion": frozenset({"system", "weight"}), "feedback": frozenset({"system", "weight"}),
+    "preference": frozenset({"system", "weight", "history"}),
+}  # fmt: skip
 _FIRST_BYTES = 4 << 20  # of a JSON file: a first row that is longer is not looked at
 
 
@@ -260,7 +265,17 @@ def _is_other_slice(split: str) -> bool:
 
 
 def _source(reading: Translator, given: Mapping[str, Any]) -> JsonObject:
-    """One data set as we write it, with what TRL does by the columns of its rows."""
+    """One data set as we write it. Columns that say something here and nothing to TRL are not read."""
+    source, rows = _formatted(reading, given), _rows_of(given)
+    if rows is None or objective_of(reading) == "rl":
+        return source
+    silent = _SAY_NOTHING.get("text" if source.get("format") == "text" else str(rows.kind), frozenset()) & rows.names
+    columns = dict.fromkeys(sorted(silent), "none") | source.get("columns", {})
+    return {**source, "columns": columns} if columns else source
+
+
+def _formatted(reading: Translator, given: Mapping[str, Any]) -> JsonObject:
+    """One data set with what TRL does by the columns of its rows."""
     path, split = str(given["path"]), str(given.get("split") or "train")
     local, rows = _is_local(path), _rows_of(given)
     source: JsonObject = {"path": path if local else f"hub:{path}"}
