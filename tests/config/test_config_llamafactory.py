@@ -101,6 +101,7 @@ def test_their_defaults_are_written_out() -> None:
     ("stage: sft\nlabel_smoothing_factor: 0.1\n", "objective.label_smoothing", 0.1),
     ("stage: dpo\nlabel_smoothing_factor: 0.1\n", "objective.label_smoothing", 0.0),
     ("stage: dpo\ndpo_label_smoothing: 0.1\n", "objective.label_smoothing", 0.1),
+    ("stage: sft\nreward_model: judge\n", "objective.name", "sft"),
     ("stage: dpo\npref_loss: orpo\npref_ftx: 0.5\n", "objective.sft_weight", 1.5),
     ("stage: dpo\npref_loss: simpo\npref_ftx: 0.5\n", "objective.sft_weight", 0.5),
     ("neat_packing: true\n", "train.packing", "window"),

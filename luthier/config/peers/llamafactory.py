@@ -86,6 +86,9 @@ def _objective(reading: Translator) -> None:
     if stage == "ppo":
         reading.set("objective.loss", "ppo", "stage")
         read_ppo(reading)
+    else:
+        judges = [key for key in reading.entries if key.startswith("reward_model")]
+        reading.pass_over(judges, "it belongs to stage: ppo")
     losses = {"use_dft_loss": "dft", "use_asft_loss": "asft", "use_eaft_loss": "eaft"}
     for key in (key for key in losses if reading.flag(key) and stage != "dpo"):
         reading.set("objective.loss", losses[key], key)
