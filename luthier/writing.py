@@ -274,6 +274,21 @@ def only_user(path: Path, *, create: bool = True, seconds: float = 0.0) -> Itera
                 os.close(descriptor)
 
 
+@contextmanager
+def only_process(folder: Path) -> Iterator[None]:
+    """A folder for the files of this process alone. Raises `UserError` where another one writes to it in this way."""
+    path = folder / ".lock"
+    with only_user(path) as is_alone:
+        if not is_alone:
+            what = f"{holder_of(path)} is writing to {folder} now"
+            raise UserError(what, hint="wait for its end, or choose another folder (--out)")
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
 def _try_to_lock(path: Path, how: int, *, create: bool) -> tuple[int | None, bool]:
     """The open file (None where it cannot be opened), and whether it is locked, or no lock is to be had.
 

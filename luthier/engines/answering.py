@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,9 +23,12 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines import Ids, NewTokens, Refusal, Request, next_tokens
 from luthier.engines.joined import JoinedCache, read_prompts
 from luthier.errors import ModelError, RowError
-from luthier.models import plain_model
+from luthier.models import alike_in_company, learned_positions, plain_model
 from luthier.writing import counted
 
+logger = logging.getLogger(__name__)
+
+PADDING_SEEN = 1e-2  # of the spread of scores; what padding changes is above it, what rounding changes far below
 MANY_TIMES = 4  # the rounding that is seen on a trial of few tokens, in which the largest of all does not come
 _TRIAL_PROMPTS, _TRIAL_TOKENS = (5, 40), 6
 _MOST_PROMPT_TOKENS = 16_384  # that are read at once, padding included
@@ -32,13 +36,15 @@ _MOST_PROMPT_TOKENS = 16_384  # that are read at once, padding included
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Answerer:
-    """A model with what it needs to answer. ``joins``: rows may join others that are being answered."""
+    """A model with what it needs to answer. ``joins``: rows may join others that are being answered. ``told``: what was
+    logged of its prompts, once each."""
 
     model: PreTrainedModel | PeftModel
     tokenizer: Tokenizer
     media: MediaInputs | None
     batch_size: int
     joins: bool
+    told: list[str] = field(default_factory=list)
 
     def inputs(
         self, prompts: Sequence[Ids], features: Sequence[Any], *, answer_from: int | None = None
@@ -61,13 +67,55 @@ class Answerer:
         """What the processor makes of its media. Raises `RowError` where it cannot be answered."""
         limit = request.settings.max_length
         if limit is not None and len(request.prompt) >= limit:
-            what = f"the prompt has {counted(len(request.prompt), 'token')}, generate.max_length is {limit}"
-            raise RowError("prompt_too_long", what)
+            has = f"the model has {counted(limit, 'position')}"
+            why = has if limit == self.places else f"generate.max_length is {limit}"
+            raise RowError("prompt_too_long", f"the prompt has {counted(len(request.prompt), 'token')}, {why}")
+        known = getattr(plain_model(self.model).config.get_text_config(), "max_position_embeddings", None)
+        if isinstance(known, int) and 0 < known < len(request.prompt) and not self.told:
+            what = "A prompt has %d tokens, and the model was made for %d: answers to such prompts may be of no use."
+            logger.warning(what, len(request.prompt), known)
+            self.told.append(what)
         if self.media is None:
             if request.media:
                 raise RowError("media_unread", f"{counted(len(request.media), 'media item')}, and the model reads none")
             return {}
         return self.media.features(request.media)
+
+    @cached_property
+    def places(self) -> int | None:
+        """The most tokens that the model can read, where it has learned each position; None where it has not."""
+        return learned_positions(plain_model(self.model))
+
+    @cached_property
+    def alike_in_company(self) -> int | None:
+        """Up to how many tokens a row, with its answer, is read beside others as it is alone; None: of any length.
+
+        0 where a trial shows that padding changes what the model says, by more than rounding can.
+        """
+        if not self.joins and self._computes_finely:
+            most, spread = self._trial
+            if most > PADDING_SEEN * spread:
+                return 0
+        return alike_in_company(plain_model(self.model).config)
+
+    def stands_alone(self, request: Request) -> bool:
+        """Whether a request may become longer than what is read alike beside others."""
+        most, settings = self.alike_in_company, request.settings
+        if most is None:
+            return False
+        longest = len(request.prompt) + settings.max_new_tokens
+        return (longest if settings.max_length is None else min(longest, settings.max_length)) > most
+
+    def forget_long_rows(self) -> None:
+        """Read one token. Positions that a long row has stretched (``dynamic``) stay so until a row is short."""
+        if self.media is None:
+            self.model(**self.inputs([np.zeros(1, dtype=np.int32)], [{}])[0], use_cache=False)
+
+    @property
+    def _computes_finely(self) -> bool:
+        model = plain_model(self.model)
+        narrow = torch.backends.cuda.matmul.allow_tf32 and next(model.parameters()).is_cuda
+        return self.media is None and not narrow and model.dtype in (torch.float32, torch.float64)
 
     @cached_property
     def alone(self) -> next_tokens.Alone | None:
@@ -76,9 +124,7 @@ class Answerer:
         None for a model in 16 bits, whose rounding would make one draw in ten close, and for one that reads media: such
         models remember what they count positions by, and would go on with that of another batch.
         """
-        model = plain_model(self.model)
-        narrow = torch.backends.cuda.matmul.allow_tf32 and next(model.parameters()).is_cuda
-        if self.media is not None or narrow or model.dtype not in (torch.float32, torch.float64):
+        if not self._computes_finely:
             return None
         seen = 0.0 if self.joins else self._rounding_seen()
         return next_tokens.Alone(scores=self._scores_alone, rounding=max(next_tokens.USUAL_ROUNDING, MANY_TIMES * seen))
@@ -86,6 +132,11 @@ class Answerer:
     def _rounding_seen(self) -> float:
         """The largest difference between scores of a batch, token by token, and of its rows alone: on a trial. Models
         that keep other states than keys and values may have a hundred times the usual one."""
+        return self._trial[0]
+
+    @cached_property
+    def _trial(self) -> tuple[float, float]:
+        """This difference, and the spread of the scores."""
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, self.tokenizer.vocab_size, length).astype(np.int32) for length in _TRIAL_PROMPTS]
         inputs, width = self.inputs(prompts, [{}] * len(prompts))
@@ -93,7 +144,7 @@ class Answerer:
         how = GenerationConfig(do_sample=False, max_new_tokens=_TRIAL_TOKENS, pad_token_id=pad, use_cache=True)
         seen = _Seeing()
         new_BT = self.model.generate(**inputs, generation_config=how, logits_processor=[seen])[:, width:].cpu().numpy()
-        most = 0.0
+        most = spread = 0.0
         for number, prompt in enumerate(prompts):
             ids = np.concatenate([prompt, new_BT[number]]).astype(np.int32)
             alone_TV = (
@@ -101,7 +152,8 @@ class Answerer:
             )
             for scores_BV, alone_V in zip(seen.scores, alone_TV, strict=False):
                 most = max(most, float((scores_BV[number] - alone_V).abs().max()))
-        return most
+                spread = max(spread, float(alone_V.std()))
+        return most, spread
 
     def _scores_alone(self, row: next_tokens.BatchRow) -> torch.Tensor:
         ids = np.concatenate([row.request.prompt, np.array(row.ids, np.int32)])
@@ -113,6 +165,8 @@ class Answerer:
     def scored(self, ids: Ids, start: int, features: object, top: int = 0) -> NewTokens:
         """``ids[start:]`` as if they had been emitted, with the ``top`` likeliest tokens at each place. The last one is
         not read: nothing is said behind it, and it may stand one place behind the last that the model has."""
+        if self.alike_in_company is not None and len(ids) > self.alike_in_company:
+            self.forget_long_rows()
         inputs, _ = self.inputs([ids[: max(start, len(ids) - 1)]], [features], answer_from=start)
         logits_TV = self.model(**inputs, use_cache=False).logits[0, start - 1 : len(ids) - 1].float()
         new_T1 = torch.from_numpy(ids[start:].astype(np.int64)).to(logits_TV.device)[:, None]
@@ -170,8 +224,9 @@ class Answering:
     """The requests that wait and the rows that are being answered, which one thread advances by `step`.
 
     Where rows can join, those of a request begin as soon as there is room for them, beside those that go on. Elsewhere
-    a batch is answered to its end before the next begins (by transformers' ``generate``). ``ended`` are the rows that
-    nobody follows and that are finished, and the requests that are refused.
+    a batch is answered to its end before the next begins (by transformers' ``generate``), and so is one row that may
+    become longer than what the model reads alike beside others. ``ended`` are the rows that nobody follows and that
+    are finished, and the requests that are refused.
     """
 
     def __init__(self, answerer: Answerer) -> None:
@@ -188,7 +243,10 @@ class Answering:
         return bool(self.waiting or self.rows)
 
     def add(self, request: Request, follower: next_tokens.Follower | None = None) -> None:
-        """A request to be answered behind those that wait."""
+        """A request to be answered behind those that wait. Its prompt and answer end where the model's places end."""
+        if (places := self.answerer.places) is not None:
+            longest = min(places, request.settings.max_length or places)
+            request = replace(request, settings=request.settings.model_copy(update={"max_length": longest}))
         self.waiting.append(_WaitingRequest(request=request, follower=follower))
 
     def step(self) -> None:
@@ -236,12 +294,11 @@ class Answering:
             if not left:
                 self.waiting.popleft()
                 continue
-            if asked.request.settings.num_beams > 1:
-                if chosen:
-                    break
-                self._beginning = [(asked, 1)]
-                self._search(asked)
-                continue
+            if asked.request.settings.num_beams > 1 or self.answerer.stands_alone(asked.request):
+                if not chosen:
+                    self._beginning = [(asked, 1)]
+                    self._answer_by_itself(asked)
+                break
             count = min(free, left)
             chosen.append((asked, count))
             free -= count
@@ -252,7 +309,8 @@ class Answering:
         if chosen and self.answerer.joins:
             self._join(chosen)
         elif chosen:
-            self._answer_whole([asked.begin() for asked, count in chosen for _ in range(count)])
+            rows = [asked.begin() for asked, count in chosen for _ in range(count)]
+            self._answer_whole(rows, self.answerer.alone)
         self._beginning = []
 
     def _is_ready(self, asked: _WaitingRequest) -> bool:
@@ -286,8 +344,17 @@ class Answering:
                 self.rows.append(row)
         self.joined.join(joining)
 
-    def _answer_whole(self, rows: list[next_tokens.BatchRow]) -> None:
-        """A batch from its beginning to its end."""
+    def _answer_by_itself(self, asked: _WaitingRequest) -> None:
+        """One sample of a request from its beginning to its end, beside no other."""
+        if is_long := self.answerer.stands_alone(asked.request):
+            self.answerer.forget_long_rows()
+        if asked.request.settings.num_beams > 1:
+            self._search(asked)
+        else:
+            self._answer_whole([asked.begin()], None if is_long else self.answerer.alone)
+
+    def _answer_whole(self, rows: list[next_tokens.BatchRow], alone: next_tokens.Alone | None) -> None:
+        """A batch from its beginning to its end. ``alone`` decides close draws."""
         answerer = self.answerer
         inputs, _ = answerer.inputs([row.request.prompt for row in rows], [row.features for row in rows])
         how = GenerationConfig(
@@ -299,7 +366,7 @@ class Answering:
         answerer.model.generate(
             **inputs,
             generation_config=how,
-            logits_processor=[next_tokens.Choosing(rows, answerer.tokenizer, answerer.alone)],
+            logits_processor=[next_tokens.Choosing(rows, answerer.tokenizer, alone)],
             stopping_criteria=[next_tokens.Stopping(rows)],
         )
         for row in rows:

@@ -210,6 +210,40 @@ def undrawn(config: PretrainedConfig) -> str | None:
     return reasons[0] if reasons else None
 
 
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """How many positions a model has, where each has a weight of its own, so that it reads no token behind the last."""
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(known, int) or known < 1:
+        return None
+    learned = any(
+        isinstance(module, nn.Embedding) and known <= module.num_embeddings <= known + 8 and re.search("pos|wpe", name)
+        for name, module in model.named_modules()
+    )
+    return known if learned else None
+
+
+def alike_in_company(config: PretrainedConfig) -> int | None:
+    """Up to how many tokens a model reads a row beside others, padded on the left, as it reads the row alone.
+
+    None: however long the rows are. Where positions are stretched once a row is long (``dynamic``, ``longrope``), the
+    longest row stretches those of all. Llama 4 scales attention by the place in the batch, padding included.
+    """
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    told = getattr(text, "rope_parameters", None) or {}
+    limits: list[int] = []
+    for rope in (told, *(each for each in told.values() if isinstance(each, Mapping))):
+        kind = str(rope.get("rope_type", ""))
+        first = rope.get("original_max_position_embeddings") or longest
+        if kind == "longrope" and first:
+            limits.append(int(first))
+        elif "dynamic" in kind and first:
+            limits.append(min(int(first), int(longest or first)) - 1)
+    if getattr(text, "attn_temperature_tuning", False) and getattr(text, "floor_scale", None):
+        limits.append(int(text.floor_scale) - 1)
+    return min(limits, default=None)
+
+
 def find_parts(model: PreTrainedModel) -> ModelParts:
     """The parts, where the row of the model's family has them, else where transformers finds its encoders."""
     if not is_multimodal(model.config):

@@ -140,6 +140,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return found
 
     def _scored(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+        if not continuation:
+            what = "an answer has no tokens: it is empty, or the tokenizer joins it to the last word of its question"
+            hint = "begin the answers with a space (target_delimiter), or ask in the chat template (without --plain)"
+            raise UserError(what, hint=hint)
         whole = [*context, *continuation]
         ids = np.array(whole[-self.max_length - 1 :], dtype=np.int32)
         self.num_cut += len(ids) < len(whole)

@@ -24,6 +24,7 @@ from luthier.errors import UserError
 from luthier.loader.numbered_rows import RowTable
 from luthier.loader.settings import eval_settings
 from luthier.metrics import Answered, RowLoss
+from luthier.models import learned_positions, plain_model
 from luthier.models.model import run_device, run_precision
 from luthier.models.sharding import place
 from luthier.packing import SegmentTable
@@ -38,7 +39,7 @@ from luthier.training.losses.tokens import TokenLosses
 from luthier.training.losses.tower_features import AUTOCAST_DTYPES
 from luthier.training.report.events import silent
 from luthier.training.streams import EvalStream
-from luthier.writing import JsonObject, write_text, write_whole
+from luthier.writing import JsonObject, counted, write_text, write_whole
 
 JUDGEMENTS_FILE = "judgements.jsonl"  # its first line says who judges, and by which scale
 AnswerPlace = tuple[str, int, int]  # row, turn, sample
@@ -59,6 +60,22 @@ def read_lines(path: Path) -> list[JsonObject]:
         except ValueError as error:
             raise UserError(f"{path}:{number}: {error}", hint="predict again with --overwrite") from None
     return found
+
+
+def kept_answers(path: Path) -> list[JsonObject]:
+    """The answers that an earlier process has finished; what it was writing when it ended is cut off."""
+    kept: list[JsonObject] = []
+    content, end = path.read_bytes() if path.is_file() else b"", 0
+    for line in content.split(b"\n")[:-1]:
+        try:
+            kept += json.loads(line)
+        except ValueError:  # a power cut may leave zeros
+            break
+        end += len(line) + 1
+    if end < len(content):
+        with path.open("r+b") as file:
+            file.truncate(end)
+    return kept
 
 
 def answers_in(lines: Sequence[Mapping[str, Any]], judged: Judgements | None) -> list[Answered]:
@@ -144,8 +161,14 @@ def row_losses(
     run's evaluation it is what the run's ``eval_perplexity`` is made of: the batches go through the model as they do
     there.
 
-    The segments of a row are next to each other. Raises `ModelError`, and `RowError` for media that are gone.
+    The segments of a row are next to each other. Rows longer than the positions that the model has learned are left
+    out. Raises `ModelError`, and `RowError` for media that are gone.
     """
+    places = learned_positions(plain_model(run_model.model))
+    long = {each.address for each in segments if places is not None and len(each) > places}
+    segments = [each for each in segments if each.address not in long]
+    if not segments:
+        return []
     config = _evaluating(config, tokenizer, max(map(len, segments)))
     how, device = collating(config, tokenizer, run_model.loaded, shared=False), torch.device(run_device(config))
     place(run_model.model, device, config.runtime.sharding)
@@ -200,11 +223,26 @@ def losses_of(
     kept = kept_losses(folder)
     if kept is not None:
         return kept
-    refused = {line["row"] for line in lines if line.get("refused", {}).get("reason") not in (None, "prompt_too_long")}
-    segments = [segment for segment in segments if str(segment.address) not in refused]
+    segments = _of_answered(segments, lines)
     found = row_losses(config, tokenizer, model(), segments) if segments else []
     write_text(folder / LOSSES_FILE, "".join(msgspec.json.encode(each).decode() + "\n" for each in found))
     return found
+
+
+def _of_answered(segments: Sequence[Segment], lines: Sequence[Mapping[str, Any]]) -> list[Segment]:
+    refused = {line["row"] for line in lines if line.get("refused", {}).get("reason") not in (None, "prompt_too_long")}
+    return [segment for segment in segments if str(segment.address) not in refused]
+
+
+def not_in_losses(
+    segments: Sequence[Segment], losses: Sequence[RowLoss], lines: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """What is to be said of rows whose loss could not be measured, where others' was."""
+    measured = {loss.row for loss in losses}
+    left = {str(segment.address) for segment in _of_answered(segments, lines)} - measured
+    if not measured or not left:
+        return []
+    return [f"perplexity leaves out {counted(len(left), 'row')} longer than the model has positions"]
 
 
 def kept_losses(folder: Path) -> list[RowLoss] | None:

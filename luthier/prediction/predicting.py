@@ -37,7 +37,16 @@ from luthier.errors import RowError, UserError
 from luthier.loader.settings import Loaded, load_rows
 from luthier.metrics import JUDGE, Metric, RowLoss, chosen_metrics, measured, why_unmeasured
 from luthier.prediction import TrainedRun, open_run
-from luthier.prediction.model_scores import JUDGEMENTS_FILE, LOSSES_FILE, answers_in, judgements, losses_of, read_lines
+from luthier.prediction.model_scores import (
+    JUDGEMENTS_FILE,
+    LOSSES_FILE,
+    answers_in,
+    judgements,
+    kept_answers,
+    losses_of,
+    not_in_losses,
+    read_lines,
+)
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Address, Conversation, Feedback, Preference, Row, Sample, Segment
 from luthier.sources.origins import resolve_sources
@@ -49,7 +58,7 @@ from luthier.training.folder.checkpoint import read_json
 from luthier.training.folder.run_folder import MODEL_FOLDER, PREDICTIONS_FOLDER
 from luthier.training.generate import Question, question_at_end, questions_of, read_back, shown, wanted
 from luthier.training.report import RESULT_FILE
-from luthier.writing import JsonObject, to_json, write_text
+from luthier.writing import JsonObject, only_process, to_json, write_text
 
 WINDOW = 64  # questions that are sorted by their length before they are divided into batches
 PREDICTION_FILE, PREDICTIONS_FILE, METRICS_FILE = "prediction.json", "predictions.jsonl", "metrics.json"
@@ -179,24 +188,24 @@ def predict(
         "batch": _at_once(opened, samples),
         "engine": "local" if engine is None else _told_of(engine, folder),
     }
-    _begin(folder, told, overwrite=options.overwrite)
     loaded = cache(opened.load)
     answering = cache(lambda: opened.engine_of(loaded())) if engine is None else (lambda: engine)
-    written = folder / PREDICTIONS_FILE
-    if not written.is_file():
-        lines = _answer(opened, rows.asked, samples, folder, answering, on_progress)
-        told_lines = [{name: value for name, value in line.items() if name != "question"} for line in lines]
-        write_text(written, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in told_lines))
-    (folder / ANSWERS_FILE).unlink(missing_ok=True)
-    lines = read_lines(written)
-    losses: list[RowLoss] = []
-    if engine is None and any(metric.of_losses is not None for metric in chosen.values()):
-        losses = losses_of(opened.config, opened.encoder.tokenizer, loaded, rows.segments, folder, lines)
-    judged = judgements(judge, lines, folder, opened.encoder.tokenizer.control) if judge is not None else {}
-    measures = measured(chosen, answers_in(lines, judged), losses)
-    found = _metrics(lines, rows, measures, chosen if options.metrics else {}, absent, _contamination(opened, rows))
-    found["unjudged"] = dict(Counter(one.reason for one in judged.values() if one.score is None))
-    write_text(folder / METRICS_FILE, to_json(found) + "\n")
+    with only_process(folder):
+        _begin(folder, told, overwrite=options.overwrite)
+        if not (folder / PREDICTIONS_FILE).is_file():
+            _answer(opened, rows.asked, samples, folder, answering, on_progress)
+        (folder / ANSWERS_FILE).unlink(missing_ok=True)
+        lines = read_lines(folder / PREDICTIONS_FILE)
+        losses: list[RowLoss] = []
+        if engine is None and any(metric.of_losses is not None for metric in chosen.values()):
+            losses = losses_of(opened.config, opened.encoder.tokenizer, loaded, rows.segments, folder, lines)
+        judged = judgements(judge, lines, folder, opened.encoder.tokenizer.control) if judge is not None else {}
+        measures = measured(chosen, answers_in(lines, judged), losses)
+        rows.remarks.extend(not_in_losses(rows.segments, losses, lines))
+        held = _contamination(opened, rows)
+        found = _metrics(lines, rows, measures, chosen if options.metrics else {}, absent, held)
+        found["unjudged"] = dict(Counter(one.reason for one in judged.values() if one.score is None))
+        write_text(folder / METRICS_FILE, to_json(found) + "\n")
     return Predicted(folder=folder, metrics=found)
 
 
@@ -383,20 +392,23 @@ def _answer(
     folder: Path,
     engine: Callable[[], Engine],
     on_progress: OnProgress | None,
-) -> list[JsonObject]:
-    """All answers, in the order of the rows, each row's samples in theirs. They are kept batch by batch as they come,
-    and what was kept is not asked again."""
+) -> None:
+    """Write all answers, in the order of the rows, each row's samples in theirs. They are kept batch by batch as they
+    come, and what was kept is not asked again."""
     batches = _batches([len(one.question.prompt) for one in asked], _at_once(run, samples))
-    kept = _kept(folder / ANSWERS_FILE)
-    done = sum(map(len, batches[: len(kept)]))
-    for batch in batches[len(kept) :]:
-        kept.append(_answers(run, engine(), {number: asked[number] for number in batch}, samples))
-        FILES.append(folder / ANSWERS_FILE, json.dumps(kept[-1], ensure_ascii=False).encode() + b"\n")
-        done += len(batch)
+    found = {(line["question"], line.get("sample", 0)): line for line in kept_answers(folder / ANSWERS_FILE)}
+    done = {number for number, _ in found}
+    for batch in batches:
+        if done.issuperset(batch):
+            continue
+        lines = _answers(run, engine(), {number: asked[number] for number in batch}, samples)
+        FILES.append(folder / ANSWERS_FILE, json.dumps(lines, ensure_ascii=False).encode() + b"\n")
+        found |= {(line["question"], line.get("sample", 0)): line for line in lines}
+        done.update(batch)
         if on_progress is not None:
-            on_progress(done, len(asked))
-    lines = [line for batch in kept for line in batch]
-    return sorted(lines, key=lambda line: (line["question"], line.get("sample", 0)))
+            on_progress(len(done), len(asked))
+    told = [{name: value for name, value in found[place].items() if name != "question"} for place in sorted(found)]
+    write_text(folder / PREDICTIONS_FILE, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in told))
 
 
 def _at_once(run: TrainedRun, samples: int) -> int:
@@ -411,22 +423,6 @@ def _batches(lengths: Sequence[int], at_once: int) -> list[list[int]]:
         order = sorted(range(start, min(start + WINDOW, len(lengths))), key=lambda number: lengths[number])
         found += [order[first : first + at_once] for first in range(0, len(order), at_once)]
     return found
-
-
-def _kept(path: Path) -> list[list[JsonObject]]:
-    """The answers of each batch that an earlier process has finished; what it was writing when it ended is cut off."""
-    kept: list[list[JsonObject]] = []
-    content, end = path.read_bytes() if path.is_file() else b"", 0
-    for line in content.split(b"\n")[:-1]:
-        try:
-            kept.append(json.loads(line))
-        except ValueError:  # a power cut may leave zeros
-            break
-        end += len(line) + 1
-    if end < len(content):
-        with path.open("r+b") as file:
-            file.truncate(end)
-    return kept
 
 
 def _answers(run: TrainedRun, engine: Engine, asked: Mapping[int, _RowQuestion], samples: int) -> list[JsonObject]:

@@ -8,7 +8,6 @@ matrix, and the tokenizer and template are loaded.
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -31,7 +30,16 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, UserError, first_line, place_of
 from luthier.loader.settings import answer_faults, data_faults, media_of
 from luthier.media import MediaSource
-from luthier.models import adapter_files, adapters, quantized, routers, sharding, undrawn, ungenerated
+from luthier.models import (
+    adapter_files,
+    adapters,
+    learned_positions,
+    quantized,
+    routers,
+    sharding,
+    undrawn,
+    ungenerated,
+)
 from luthier.models.model import build_weightless, check_choices, check_quantized, run_device
 from luthier.models.vocabulary import Vocabulary
 from luthier.training.folder.run_folder import check_run_folder
@@ -311,12 +319,8 @@ def _positions(draft: Draft, model: PreTrainedModel, notes: list[str]) -> Iterat
     if not isinstance(known, int) or known < 1 or asked <= known:
         return
     is_said = draft.given("data.max_length") or draft.given("model.config_overrides.max_position_embeddings")
-    learned = any(
-        isinstance(module, nn.Embedding) and known <= module.num_embeddings <= known + 8 and re.search("pos|wpe", name)
-        for name, module in model.named_modules()
-    )
     what = f"data.max_length is {asked:,}, and the model has {counted(known, 'position')}"
-    if learned:
+    if learned_positions(model) is not None:
         yield draft.problem("data.max_length", f"{what}, each learned", f"set data.max_length: {known}")
     elif is_said:  # the default is a bound that few rows come near
         notes.append(f"{what}: longer rows, if there are any, train positions that it has never seen")

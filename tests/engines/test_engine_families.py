@@ -14,6 +14,7 @@ import transformers
 from test_local_engine import NEW, SAMPLED, TOKENIZER, Followed, answers, ids_of, requests
 from transformers import AutoModelForCausalLM
 
+from luthier.engines import Completion, Refusal, Request
 from luthier.engines.answering import Answerer
 from luthier.engines.joined import JoinedCache, read_prompts, rows_can_join
 from luthier.engines.local import LocalEngine
@@ -38,8 +39,40 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 
 
+LONG = {"rope_theta": 10000.0, "original_max_position_embeddings": 24, "short_factor": [1.0] * 4}
+# what a row is told by others: the longest of them, or the padding before it
+BY_COMPANY: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "two sets of factors": (
+        "Phi3Config",
+        {
+            "original_max_position_embeddings": 24,
+            "rope_parameters": {**LONG, "rope_type": "longrope", "long_factor": [1.0, 2.0, 4.0, 8.0]},
+        },
+        True,
+    ),
+    "stretched by length": (
+        "LlamaConfig",
+        {
+            "max_position_embeddings": 24,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        },
+        True,
+    ),
+    "attention by place": (
+        "Llama4TextConfig",
+        {"floor_scale": 16, "no_rope_layers": [1, 0], "num_local_experts": 2, "intermediate_size_mlp": 64},
+        True,
+    ),
+    "padding in the state": (
+        "MiniMaxConfig",
+        {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2, "block_size": 16},
+        False,
+    ),
+}
+
+
 def model_of(family: str) -> Any:
-    name, own, _ = FAMILIES[family]
+    name, own, _ = {**FAMILIES, **BY_COMPANY}[family]
     torch.manual_seed(0)
     config = getattr(transformers, name)(**{**SIZES, **own})
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -76,6 +109,70 @@ def test_answers_in_company_are_those_of_generate_alone(family: str) -> None:
     assert ids_of(answers(model, drawn, 3)) == {
         key: ids for request in drawn for key, ids in ids_of(answers(model, [request], 1)).items()
     }
+
+
+def certain(model: Any) -> Any:
+    """Few of whose draws are close, so that forward passes of a row alone do not hide what others change."""
+    with torch.no_grad():
+        model.lm_head.weight[100:108] *= 6.0
+    return model
+
+
+@pytest.mark.parametrize("family", BY_COMPANY)
+def test_rows_that_others_would_change_are_answered_and_scored_by_themselves(family: str) -> None:
+    """After longer ones, too: positions that these have stretched are forgotten."""
+    model, fresh = certain(model_of(family)), certain(model_of(family))
+    assert LocalEngine(model, TOKENIZER)._answerer.joins is BY_COMPANY[family][2]
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(10, 2000, size).astype(np.int32) for size in (28, 40, 3, 12, 20, 8, 30)]
+    how = requests(1)[0].settings
+    asked = [Request(prompt=ids, settings=how, key=number) for number, ids in enumerate(prompts)]
+    engine = LocalEngine(model, TOKENIZER, batch_size=4)
+    found = {one.key: one for one in engine.generate(asked) if isinstance(one, Completion)}
+    for request in asked:
+        ids_1T = torch.from_numpy(request.prompt.astype(np.int64))[None]
+        with torch.no_grad():
+            fresh(ids_1T[:, :1], use_cache=False)
+            out = fresh.generate(
+                ids_1T,
+                attention_mask=torch.ones_like(ids_1T),
+                do_sample=False,
+                max_new_tokens=NEW,
+                eos_token_id=list(TOKENIZER.stop_token_ids),
+                pad_token_id=TOKENIZER.pad_token_id,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        new = out.sequences[0, ids_1T.shape[1] :]
+        assert found[request.key].ids.tolist() == new.tolist()
+        right = [float(one_1V[0].log_softmax(-1)[token]) for one_1V, token in zip(out.logits, new, strict=True)]
+        assert np.allclose(found[request.key].logprobs, right, atol=1e-5)
+        with torch.no_grad():
+            fresh(ids_1T[:, :1], use_cache=False)
+            plain_TV = fresh(ids_1T, use_cache=False).logits[0].log_softmax(-1)
+        scored = engine.score(np.append(request.prompt, 7).astype(np.int32), len(request.prompt))
+        assert scored[0] == pytest.approx(float(plain_TV[-1, 7]), abs=1e-5)
+
+
+def test_an_answer_ends_where_the_positions_that_a_model_has_learned_end() -> None:
+    sizes = {"vocab_size": 2048, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval()
+    how = requests(1, max_new_tokens=20, stop_token_ids=[])[0].settings
+    asked = [Request(prompt=np.full(size, 9, np.int32), settings=how, key=size) for size in (3, 25, 31, 32, 50)]
+    found = {one.key: one for one in LocalEngine(model, TOKENIZER).generate(asked)}
+    assert {key: one.reason for key, one in found.items() if isinstance(one, Refusal)} == dict.fromkeys(
+        (32, 50), "prompt_too_long"
+    )
+    whole = {key: key + len(one.ids) for key, one in found.items() if isinstance(one, Completion)}
+    assert whole == {3: 23, 25: 32, 31: 32}
+
+
+def test_prompts_longer_than_a_model_was_made_for_are_answered_and_told_once(
+    model: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.config, "max_position_embeddings", 12)
+    assert len(answers(model, requests(9))) == 9
+    assert len([one for one in caplog.records if one.levelname == "WARNING"]) == 1
 
 
 def test_answers_are_the_same_where_batches_are_rounded_more_than_usual(

@@ -554,6 +554,53 @@ def test_a_prediction_that_was_killed_anywhere_gives_the_same_bytes(
         assert len(asked) == 5 - journal[:point].count(b"\n"), "what was answered is not asked again"
 
 
+def test_rows_longer_than_the_positions_that_a_model_has_learned_have_no_loss_and_are_told(
+    ask: Predicting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ask(tmp_path / "whole")
+    losses = [json.loads(line) for line in files(whole.folder)["losses.jsonl"].splitlines()]
+    assert whole.metrics["remarks"] == [] and len(losses) > 1
+    shortest = min(len(one["prompt"]) for one in lines(whole) if one["expected"])
+    monkeypatch.setattr(model_scores, "learned_positions", lambda model: 1)
+    none = ask(tmp_path / "none")
+    assert "perplexity" not in none.metrics["metrics"] and shortest > 1
+    row_losses = model_scores.row_losses
+    longest = list[int]()
+    monkeypatch.setattr(model_scores, "row_losses", lambda *a: longest.extend(map(len, a[3])) or row_losses(*a))
+    monkeypatch.setattr(model_scores, "learned_positions", lambda model: 10_000)
+    ask(tmp_path / "all")
+    most = max(longest) - 1
+    monkeypatch.setattr(model_scores, "learned_positions", lambda model: most)
+    some = ask(tmp_path / "some")
+    kept = files(some.folder)["losses.jsonl"].splitlines()
+    assert 0 < len(kept) < len(losses) and len(some.metrics["remarks"]) == 1
+    assert ask(tmp_path / "some").metrics == some.metrics
+
+
+def test_of_two_processes_that_answer_in_one_folder_the_second_is_refused(
+    ask: Predicting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would count the other's batches as its own. Batches that are there twice are no other rows' answers."""
+    folder, written = tmp_path / "one", list[bytes]()
+    append = type(predicting.FILES).append
+
+    def meanwhile(self: object, path: Path, line: bytes) -> None:
+        written.append(line)
+        with refused(UserError, str(folder), "--out"):
+            ask(folder)
+        append(self, path, line)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(predicting.FILES), "append", meanwhile)
+        expected = files(ask(folder).folder)
+    assert written
+    twice = tmp_path / "twice"
+    twice.mkdir()
+    (twice / "prediction.json").write_bytes(expected["prediction.json"])
+    (twice / "answers.partial.jsonl").write_bytes(2 * b"".join(written[:2]))
+    assert files(ask(twice).folder) == expected
+
+
 def test_what_comes_behind_the_answers_is_made_anew_without_them(
     ask: Predicting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,13 @@ def test_a_text_as_long_as_the_model_has_places_is_scored_as_lm_evals_own_backen
         model.generate_until(long[1:])
 
 
+def test_an_answer_without_a_token_of_its_own_is_refused_and_not_certain(run: TrainedRun) -> None:
+    """As by lm-eval's own backend: of ``ab`` and ``c``, ``abc`` may be one token."""
+    model = HarnessModel(run, run.engine(1))
+    with refused(UserError):
+        model._loglikelihood_tokens([(("ab", "c"), [300], [])])
+
+
 @pytest.mark.parametrize("listed", ["\n  - tiny_choose", " [tiny_choose]"])
 def test_a_file_of_a_group_is_evaluated_as_its_tasks(model: Path, tasks: dict[str, Path], listed: str) -> None:
     group = tasks["tiny_choose"].with_name("group.yaml")
