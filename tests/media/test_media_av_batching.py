@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from luthier.errors import RowError
+from luthier.errors import ModelError, RowError
 from luthier.media.families import MediaKind
 from luthier.media.files.decoding import Decoded, DecodedImage, DecodedVideo
 from luthier.media.geometry.videos import sampled_frames
@@ -130,6 +130,13 @@ def test_positions_get_the_grids_and_the_seconds_of_a_video() -> None:
     assert features["video_grid_thw"].tolist()[0][0] == -(-frames // 2)
     # two frames of a grid, taken at the rate at which 21 of 21 frames are taken: 12 a second
     np.testing.assert_allclose(features["second_per_grid_ts"], [2 / 12])
+
+
+@pytest.mark.parametrize("name", ["llava_onevision", "llava_next_video", "video_llava"])
+def test_videos_of_other_numbers_of_frames_in_a_batch_name_the_way_out(name: str) -> None:
+    rows = [{"pixel_values_videos": np.zeros((1, frames, 3, 28, 28), dtype=np.float32)} for frames in (4, 6)]
+    with pytest.raises(ModelError, check=lambda error: "media.max_frames" in str(error.hint)):
+        merge_features(MediaProcessor.of(VIDEO[name]()).family, rows)
 
 
 def test_other_frames_than_were_planned_are_noticed() -> None:

@@ -370,7 +370,9 @@ def _concatenated(family: Family, key: str, rows: Sequence[Features], *, by_row:
         listed = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
         raise ModelError(
             f"{key!r} of {family.name} cannot be batched along axis {axis}: the rows have {listed}",
-            hint="declare how it is padded in the family's row, or train with one row a batch",
+            hint="set media.max_frames, so that all videos have as many frames, or train with one row a batch"
+            if key == "pixel_values_videos"
+            else "declare how it is padded in the family's row, or train with one row a batch",
         )
     if len(arrays) == 1:
         return arrays[0]
