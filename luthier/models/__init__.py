@@ -222,11 +222,11 @@ def learned_positions(model: PreTrainedModel) -> int | None:
     return known if learned else None
 
 
-def alike_in_company(config: PretrainedConfig) -> int | None:
-    """Up to how many tokens a model reads a row beside others, padded on the left, as it reads the row alone.
+def stretched_beyond(config: PretrainedConfig) -> int | None:
+    """Up to how many tokens rows leave the positions of those beside them as they are; None: whatever their length.
 
-    None: however long the rows are. Where positions are stretched once a row is long (``dynamic``, ``longrope``), the
-    longest row stretches those of all. Llama 4 scales attention by the place in the batch, padding included.
+    Where positions are stretched once a row is long (``dynamic``, ``longrope``), the longest row of a batch stretches
+    those of all.
     """
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
@@ -234,14 +234,23 @@ def alike_in_company(config: PretrainedConfig) -> int | None:
     limits: list[int] = []
     for rope in (told, *(each for each in told.values() if isinstance(each, Mapping))):
         kind = str(rope.get("rope_type", ""))
-        first = rope.get("original_max_position_embeddings") or longest
-        if kind == "longrope" and first:
-            limits.append(int(first))
-        elif "dynamic" in kind and first:
-            limits.append(min(int(first), int(longest or first)) - 1)
-    if getattr(text, "attn_temperature_tuning", False) and getattr(text, "floor_scale", None):
-        limits.append(int(text.floor_scale) - 1)
+        original = rope.get("original_max_position_embeddings")
+        if kind == "longrope" and original:
+            limits.append(int(original))
+        elif "dynamic" in kind and longest:
+            limits.append(int(longest) - 1)
     return min(limits, default=None)
+
+
+def alike_in_company(config: PretrainedConfig) -> int | None:
+    """Up to how many tokens a model reads a row beside others, padded on the left, as it reads the row alone.
+
+    None: however long the rows are. Llama 4 scales attention by the place in the batch, padding included.
+    """
+    text, limit = config.get_text_config(), stretched_beyond(config)
+    scaled = getattr(text, "floor_scale", None) if getattr(text, "attn_temperature_tuning", False) else None
+    limits = [limit, int(scaled) - 1 if scaled else None]
+    return min((each for each in limits if each is not None), default=None)
 
 
 def find_parts(model: PreTrainedModel) -> ModelParts:

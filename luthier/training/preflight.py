@@ -37,6 +37,7 @@ from luthier.models import (
     quantized,
     routers,
     sharding,
+    stretched_beyond,
     undrawn,
     ungenerated,
 )
@@ -314,7 +315,14 @@ def _weights(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
 
 
 def _positions(draft: Draft, model: PreTrainedModel, notes: list[str]) -> Iterator[Problem]:
-    asked = draft.config.data.max_length
+    asked, limit = draft.config.data.max_length, stretched_beyond(model.config)
+    if limit is not None and asked > limit and draft.given("data.max_length"):
+        what = "this model stretches the positions of a whole batch once a row in it has more than "
+        what += counted(limit, "token")
+        notes.append(
+            f"{what}: shorter rows that share a batch or a pack with such a row are learned in other positions "
+            "than the model has when it reads them alone; data.max_length up to this keeps them as they are"
+        )
     known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(known, int) or known < 1 or asked <= known:
         return

@@ -571,6 +571,22 @@ def test_a_length_beyond_the_models_positions_is_told(described: Callable[..., D
     assert [problem.key for problem in found] == ["data.max_length"]
 
 
+@pytest.mark.parametrize(("kind", "limit"), [("longrope", "64"), ("dynamic", "63"), ("linear", None)])
+def test_rows_that_would_stretch_the_positions_of_those_beside_them_are_told(
+    kind: str, limit: str | None, described: Callable[..., Draft]
+) -> None:
+    own = {
+        "longrope": ", original_max_position_embeddings: 64, short_factor: [1.0], long_factor: [2.0]",
+        "dynamic": ", factor: 4.0",
+        "linear": ", factor: 4.0",
+    }
+    rope = f"{{rope_type: {kind}, rope_theta: 10000.0{own[kind]}}}"
+    overrides = [f"model.config_overrides.rope_parameters={rope}", "model.config_overrides.max_position_embeddings=64"]
+    told = [note for note in check_run(described("data.max_length=128", *overrides)) if "stretches" in note]
+    assert len(told) == (limit is not None) and all(f" {limit} tokens" in note for note in told)
+    assert not [note for note in check_run(described("data.max_length=60", *overrides)) if "stretches" in note]
+
+
 def test_a_folder_with_another_run_is_told_and_a_longer_run_is_not(described: Callable[..., Draft]) -> None:
     draft = described("train.max_steps=4")
     folder = draft.config.output.dir
