@@ -53,9 +53,14 @@ def test_files_of_grpo_and_rloo_say_what_is_drawn(text: str, ours: str, value: o
     ("loss_type: luspo\n", "loss_type"), ("loss_type: cispo\n", "epsilon_high"),
     ("reward_weights: [1]\n", "reward_weights"),
     ("steps_per_generation: 3\ngradient_accumulation_steps: 2\n", "steps_per_generation"),
+    ("importance_sampling_level: sequnce\n", "importance_sampling_level"),
 ])  # fmt: skip
 def test_what_is_not_there_for_drawn_answers_is_refused_by_its_key(text: str, key: str) -> None:
     assert keys_refused(DRAWN + text) == [key]
+
+
+def test_a_scale_of_rewards_that_is_none_of_theirs_is_refused() -> None:
+    assert keys_refused(DRAWN.replace("scale_rewards: group", "scale_rewards: grop")) == ["scale_rewards"]
 
 
 @pytest.mark.parametrize("name", ["polite", "rewards.polite"])

@@ -274,6 +274,7 @@ def test_keys_become_what_they_mean_here(text: str, ours: str, value: object) ->
 @pytest.mark.parametrize(("text", "key"), [
     ("packing: false\nweight_decay: -1\n", "weight_decay"),
     ("packing: false\nno_such_key: 1\n", "no_such_key"),
+    ("packing: true\npacking_strategy: bfd_splt\n", "packing_strategy"),
     ("packing: false\nload_in_4bit: true\n", "load_in_4bit"),
     ("packing: false\ndeepspeed: nowhere.json\n", "deepspeed"),
     ("packing: false\nchat_template_path: owner/tokenizer\n", "chat_template_path"),

@@ -263,6 +263,12 @@ class DrawnAnswers:
         if loss is None:
             reading.refuse(self.at("loss_type"), f"the loss {kind} is not there", f"write one of {', '.join(_LOSSES)}")
             return
+        for key, value, known in (
+            ("importance_sampling_level", level, ("token", "sequence", "sequence_token")),
+            ("scale_rewards", scale, ("group", "batch", "none", True, False, "True", "False")),
+        ):
+            if value is not None and value not in known:
+                reading.refuse(self.at(key), f"{value!r} is none of its values", f"write one of {', '.join(known[:3])}")
         if level in ("sequence", "sequence_token") and loss in ("grpo", "dapo"):
             loss = "gspo"
         if scale in (False, "none", "False") and loss not in ("dr_grpo", "rloo"):

@@ -360,9 +360,15 @@ def _template(reading: Translator, template: str) -> None:
         reading.refuse("chat_template_path", what, "download the tokenizer, or name a template (docs/templates.md)")
 
 
+PACKING_STRATEGIES = ("bfd", "bfd_split", "wrapped", "ffd")  # the last is the first's older name
+
+
 def _packing(reading: Translator) -> str:
     """``train.packing``."""
     packed, how = reading.flag("packing"), str(reading.take("packing_strategy") or "bfd")
+    if how not in PACKING_STRATEGIES:
+        hint = f"write one of {', '.join(PACKING_STRATEGIES)}"
+        reading.refuse("packing_strategy", f"{how!r} is none of its values", hint)
     if objective_of(reading) not in ("sft", "pt"):
         reading.defaults |= {"packing"} - set(reading.entries)
     sources = sources_of(reading)
