@@ -268,9 +268,7 @@ def _trial(model: PreTrainedModel) -> str | None:
         with torch.no_grad():
             model(input_ids=ids, attention_mask=mask, use_cache=False)
     except Exception as error:  # noqa: BLE001 - whatever the class's own code raises
-        if "meta tensor" in str(
-            error
-        ):  # its code looks at values (positions that are ``dynamic``): nothing is found out
+        if "meta tensor" in str(error):  # its code looks at values, as of dynamic positions: nothing is found out
             return None
         return f"{type(error).__name__}: {_last_line(error)}"
     return None

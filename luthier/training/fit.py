@@ -168,10 +168,8 @@ def as_packed(config: RunConfig, tokenizer: Tokenizer, tell: events.EventListene
     tell(
         events.Note(text=f"train.packing is none instead of {config.train.packing} for {family.name}: {family.reason}")
     )
-    padded = config.train.model_copy(
-        update={"packing": Packing.NONE, "shared_prompts": "auto"}
-    )  # such rows share nothing
-    return config.model_copy(update={"train": padded})
+    padded = {"packing": Packing.NONE, "shared_prompts": "auto"}  # such rows share nothing
+    return config.model_copy(update={"train": config.train.model_copy(update=padded)})
 
 
 def _open(data: Callable[[], RunData]) -> RunData:

@@ -97,9 +97,7 @@ def _objective(reading: Translator) -> None:
         loss = str(reading.take("pref_loss"))
         reading.set("objective.loss", loss, "pref_loss")
         if loss in _TAKEN_FOR_SIGMOID:
-            reading.told.append(
-                f"pref_loss: {loss} is computed; LLaMA-Factory with TRL 0.24 computes sigmoid in its place"
-            )
+            reading.told.append(f"pref_loss: {loss} is computed; LLaMA-Factory with TRL 0.24 computes sigmoid instead")
         if loss == "simpo":
             reading.fill_in("defaults", "simpo")
         if loss == "orpo" and isinstance(more := reading.take("pref_ftx"), int | float) and more:
