@@ -111,13 +111,14 @@ def chat(  # noqa: PLR0913
 
 def _declared(path: Path) -> Sequence[Mapping[str, object]]:
     """The tools in a file. Raises `UserError` where it holds no declarations."""
-    from luthier.sources.formats import read_tools
+    from luthier.sources.formats import offered_tools
 
     try:
-        return read_tools(json_text.loads(path.read_text(encoding="utf-8")))
+        return offered_tools(json_text.loads(path.read_text(encoding="utf-8")))
+    except UserError as error:
+        raise UserError(f"{path}: {error.message}", hint=error.hint) from None
     except (OSError, ValueError) as error:
-        hint = '[{"type": "function", "function": {"name": …}}]'
-        raise UserError(f"{path}: the tools cannot be read: {error}", hint=hint) from None
+        raise UserError(f"{path}: the tools cannot be read: {error}") from None
 
 
 def _typed(prompt: str) -> Iterator[str]:

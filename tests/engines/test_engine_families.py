@@ -83,6 +83,19 @@ def model_of(family: str) -> Any:
     return made
 
 
+def greedy(model: Any, ids_1T: torch.Tensor, **asked: bool) -> Any:
+    """What transformers itself answers to one row."""
+    return model.generate(
+        ids_1T,
+        attention_mask=torch.ones_like(ids_1T),
+        do_sample=False,
+        max_new_tokens=NEW,
+        eos_token_id=list(TOKENIZER.stop_token_ids),
+        pad_token_id=TOKENIZER.pad_token_id,
+        **asked,
+    )
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_in_company_are_those_of_generate_alone(family: str) -> None:
     model = model_of(family)
@@ -92,14 +105,7 @@ def test_answers_in_company_are_those_of_generate_alone(family: str) -> None:
     found = answers(model, asked, 3)
     for request in asked:
         ids_1T = torch.from_numpy(request.prompt.astype(np.int64))[None]
-        out = model.generate(
-            ids_1T,
-            attention_mask=torch.ones_like(ids_1T),
-            do_sample=False,
-            max_new_tokens=NEW,
-            eos_token_id=list(TOKENIZER.stop_token_ids),
-            pad_token_id=TOKENIZER.pad_token_id,
-        )
+        out = greedy(model, ids_1T)
         one = found[request.key, 0]
         assert one.ids.tolist() == out[0, ids_1T.shape[1] :].tolist()
         whole = np.concatenate([request.prompt, one.ids]).astype(np.int32)
@@ -133,16 +139,7 @@ def test_rows_that_others_would_change_are_answered_and_scored_by_themselves(fam
         ids_1T = torch.from_numpy(request.prompt.astype(np.int64))[None]
         with torch.no_grad():
             fresh(ids_1T[:, :1], use_cache=False)
-            out = fresh.generate(
-                ids_1T,
-                attention_mask=torch.ones_like(ids_1T),
-                do_sample=False,
-                max_new_tokens=NEW,
-                eos_token_id=list(TOKENIZER.stop_token_ids),
-                pad_token_id=TOKENIZER.pad_token_id,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
+            out = greedy(fresh, ids_1T, output_logits=True, return_dict_in_generate=True)
         new = out.sequences[0, ids_1T.shape[1] :]
         assert found[request.key].ids.tolist() == new.tolist()
         right = [float(one_1V[0].log_softmax(-1)[token]) for one_1V, token in zip(out.logits, new, strict=True)]
