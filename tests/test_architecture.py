@@ -448,3 +448,20 @@ def test_no_two_files_of_tests_have_one_name() -> None:
     """Else pytest takes only one of them."""
     names = Counter(path.name for path in Path(__file__).parent.rglob("*.py"))
     assert [name for name, count in names.items() if count > 1 and name not in ("conftest.py", "__init__.py")] == []
+
+
+ROOT = {
+    *".ci .gitignore .pre-commit-config.yaml CHANGELOG.md CONTRIBUTING.md LICENSE Makefile README.md constraints.txt mkdocs.yml".split(),
+    *"pyproject.toml benchmarks docs examples luthier scripts tests".split(),
+}
+
+
+def test_nothing_is_kept_that_a_command_or_an_example_has_left_behind() -> None:
+    """Examples write into the folder in which they run; what one of them has left would go along with a commit."""
+    clone = PACKAGE.parent
+    if not (clone / ".git").exists():
+        pytest.skip("this is no clone")
+    kept = subprocess.run(
+        ["git", "ls-files"], cwd=clone, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert {path.split("/")[0] for path in kept} == ROOT
