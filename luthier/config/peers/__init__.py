@@ -102,6 +102,42 @@ def rows_of_split(split: str) -> tuple[str, JsonObject] | None:
     return match[1], {"slice": f"{start}:{end}"}
 
 
+def objective_said(reading: Translator) -> Any:
+    """The objective that the command line names; these tools' files do not."""
+    said = reading.take("objective")
+    return said.get("name") if isinstance(said, dict) else said
+
+
+_OF_EVALUATION: Mapping[str, str] = {"accuracy": "token_accuracy"}
+
+
+def read_metric(reading: Translator, names: Mapping[str, str] = _OF_EVALUATION, *, is_read: bool = True) -> None:
+    """By which measure the best checkpoint is chosen; ``names``: their measures -> ours, where they differ."""
+    metric = reading.take("metric_for_best_model")
+    if metric is not None and is_read:
+        name = str(metric).removeprefix("eval_")
+        reading.set("eval.metric_for_best_model", names.get(name, name), "metric_for_best_model")
+
+
+def read_trackers(reading: Translator) -> None:
+    """Who is told of the run."""
+    if (trackers := reading.take("report_to")) is not None:
+        names = [name for name in names_of(trackers) if name.lower() not in ("none", "all")]
+        reading.set("tracking.report_to", names, "report_to")
+
+
+_NO_BOUND = 86_400  # seconds: whoever writes a longer time for ranks to wait wants none
+
+
+def read_timeout(reading: Translator, key: str) -> None:
+    """How long each process waits for the others."""
+    if (seconds := reading.take(key)) is not None:
+        if isinstance(seconds, int | float) and seconds <= _NO_BOUND:
+            reading.set("runtime.rank_timeout", seconds, key)
+        else:
+            reading.passed[key] = "a rank that hangs is named after runtime.rank_timeout, 30 minutes"
+
+
 # ------------------------------------------------------------------------------------------------ files of DeepSpeed's
 
 
@@ -221,8 +257,8 @@ class DrawnAnswers:
         self._step()
         self._passes()
         for ours, key in (("max_new_tokens", "max_completion_length"), ("temperature", "temperature")):
-            reading.set(f"rollout.{ours}", self._take(key), self._of(key))
-        reading.set("rollout.min_finished", 0.0, self._of("max_completion_length"))  # theirs never stop for cut answers
+            reading.set(f"rollout.{ours}", self._take(key), self.at(key))
+        reading.set("rollout.min_finished", 0.0, self.at("max_completion_length"))  # theirs never stop for cut answers
         some = [self.at(key) for key, whole in _FROM_SOME.items() if self._take(key) not in (None, whole)]
         if some:
             reading.told.append(f"{', '.join(some)}: answers are drawn from all tokens, by temperature alone")
@@ -244,15 +280,6 @@ class DrawnAnswers:
     def _take(self, key: str) -> Any:
         value = self.given.pop(key, None)
         return self.defaults.get(key) if value is None else value
-
-    def _of(self, key: str) -> str:
-        """The key that a value comes from: one that the file lacks is its own default."""
-        at = self.at(key)
-        name = at.partition(".")[0]
-        entry = self.reading.entries.get(name)
-        if entry is None or (at != name and key not in getattr(entry, "entries", {})):
-            self.reading.defaults.add(at)
-        return at
 
     def _loss(self) -> None:
         """Which loss, its clip, and the weight of KL."""
@@ -277,8 +304,8 @@ class DrawnAnswers:
         elif scale == "batch" and loss != "rloo":
             reading.refuse(self.at("scale_rewards"), "advantages are divided by the spread in a group", "write group")
         elif loss == "dr_grpo" and scale in (True, "group", "True"):
-            reading.told.append(f"{self._of('scale_rewards')}: dr_grpo does not divide advantages by their spread")
-        reading.set("objective.loss", loss, self._of("loss_type"))
+            reading.told.append(f"{self.at('scale_rewards')}: dr_grpo does not divide advantages by their spread")
+        reading.set("objective.loss", loss, self.at("loss_type"))
         if kind == "bnpo":
             reading.told.append(f"{self.at('loss_type')}: bnpo divides by the targets of the whole step, as dapo does")
         if loss == "cispo":
@@ -288,14 +315,14 @@ class DrawnAnswers:
                 return
             reading.set("objective.clip_high", high - 1, self.at("epsilon_high"))
         elif loss == "sapo":
-            reading.set("objective.sapo_positive", up, self._of("sapo_temperature_pos"))
-            reading.set("objective.sapo_negative", down, self._of("sapo_temperature_neg"))
+            reading.set("objective.sapo_positive", up, self.at("sapo_temperature_pos"))
+            reading.set("objective.sapo_negative", down, self.at("sapo_temperature_neg"))
         else:
-            reading.set("objective.clip_low", low, self._of("epsilon"))
+            reading.set("objective.clip_low", low, self.at("epsilon"))
             upper = "epsilon" if high is None else "epsilon_high"
-            reading.set("objective.clip_high", low if high is None else high, self._of(upper))
+            reading.set("objective.clip_high", low if high is None else high, self.at(upper))
         weight = self._take("beta")
-        reading.set("objective.kl_weight", weight, self._of("beta"))
+        reading.set("objective.kl_weight", weight, self.at("beta"))
         if weight and not self.is_rloo:
             reading.told.append(f"{self.at('beta')}: KL is added as docs/rl.md says, not by TRL's estimate k3")
 
@@ -319,11 +346,11 @@ class DrawnAnswers:
             reading.refuse(self.at("steps_per_generation"), f"{between} micro-batches are not whole steps of {turns}",
                            f"write a multiple of {turns}, or remove the line")  # fmt: skip
         if whole % answers:
-            reading.refuse(self._of("num_generations"), f"a step has {counted(whole, 'answer')}, which are not "
+            reading.refuse(self.at("num_generations"), f"a step has {counted(whole, 'answer')}, which are not "
                            f"{answers} to each prompt", f"make {self.rows_key} x gradient_accumulation_steps a "
                            f"multiple of {answers}, or num_generations a divisor of {whole}")  # fmt: skip
             return
-        reading.set("rollout.answers", answers, self._of("num_generations"))
+        reading.set("rollout.answers", answers, self.at("num_generations"))
         reading.set("rollout.prompts_per_step", whole // answers, self.rows_key)
         if updates > 1:
             reading.set("rollout.updates", updates, self.at("steps_per_generation"))
@@ -333,7 +360,7 @@ class DrawnAnswers:
     def _passes(self) -> None:
         """Several updates from the same answers, each of which TRL counts as a step and Luthier as a pass of one."""
         reading, passes = self.reading, self._take("num_iterations")
-        reading.set("rollout.passes", passes, self._of("num_iterations"))
+        reading.set("rollout.passes", passes, self.at("num_iterations"))
         if not isinstance(passes, int) or passes < 2:
             return
         steps = reading.take("max_steps")

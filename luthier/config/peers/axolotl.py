@@ -13,7 +13,7 @@ from typing import Any
 
 from luthier.config import MappingNode, Node, Scalar
 from luthier.config import plain as value_of
-from luthier.config.peers import DEFAULTS, DrawnAnswers, axolotl_rows, share_as_deepspeed, trl, trl_rows
+from luthier.config.peers import DEFAULTS, DrawnAnswers, axolotl_rows, read_metric, share_as_deepspeed, trl, trl_rows
 from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, names_of
 from luthier.writing import JsonObject, counted
 
@@ -157,12 +157,10 @@ def _preferences(reading: Translator, rl: str) -> None:
 
 def _lengths(reading: Translator, rows: axolotl_rows.RowsRead) -> None:
     strategy, is_packed = reading.take("excess_length_strategy"), reading.flag("sample_packing")
-    reading.defaults |= {"sample_packing"} - set(reading.entries)
     if "overflow" not in _entries(reading, "data"):
         ways = {"drop": "drop", "truncate": "truncate", "raise": "error"}
         if strategy is not None and str(strategy) not in ways:
             reading.refuse("excess_length_strategy", f"{strategy} is no way", f"write one of {', '.join(ways)}")
-        reading.defaults |= {"excess_length_strategy"} - set(reading.entries)
         reading.set("data.overflow", ways.get(str(strategy), "drop"), "excess_length_strategy")
         if "text" in rows.formats:
             reading.told.append("sequence_len: texts over it are dropped beside other rows, where axolotl cuts them")
@@ -416,9 +414,11 @@ def _evaluation(reading: Translator) -> None:
     size, times, steps = reading.take("val_set_size"), reading.take("evals_per_epoch"), reading.take("eval_steps")
     strategy = reading.take("eval_strategy") or reading.take("evaluation_strategy")
     reading.take("evaluation_strategy")
-    generates, metric = reading.flag("generate_samples"), reading.take("metric_for_best_model")
+    generates = reading.flag("generate_samples")
     reading.take("greater_is_better")
-    if not size and not reading.take("test_datasets"):
+    is_held_out = bool(size or reading.take("test_datasets"))
+    read_metric(reading, {}, is_read=is_held_out)
+    if not is_held_out:
         for key in ("eval_batch_size", "early_stopping_patience", "load_best_model_at_end"):
             if reading.take(key):
                 reading.passed[key] = "no rows are held out"
@@ -430,8 +430,6 @@ def _evaluation(reading: Translator) -> None:
         of = "eval_batch_size" if reading.take("eval_batch_size") else "micro_batch_size"
         reading.set("eval.per_device_eval_batch_size", reading.take(of), of)
         reading.read.discard("micro_batch_size")
-        if metric is not None:
-            reading.set("eval.metric_for_best_model", str(metric).removeprefix("eval_"), "metric_for_best_model")
         if generates:
             _samples(reading)
     times, steps, when = (reading.take(key) for key in ("saves_per_epoch", "save_steps", "save_strategy"))

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 
 from luthier.config import MappingNode, plain
-from luthier.config.peers import beside, read_sharing
+from luthier.config.peers import beside, read_metric, read_sharing, read_timeout, read_trackers
 from luthier.config.peers.llamafactory_rows import read_data, read_generation, read_lengths, read_ppo, read_template
 from luthier.config.peers.translation import OUR_SECTIONS, Peer, Translator, names_of
 from luthier.config.yaml_text import parse_yaml
 
 _MARKS = frozenset({"stage", "finetuning_type", "cutoff_len", "infer_backend", "export_dir", "do_predict"})
-_NO_BOUND = 86_400  # seconds: whoever writes a longer time for ranks to wait wants none
 
 
 def _is_its(tree: MappingNode) -> bool:
@@ -120,6 +119,7 @@ def _adapter(reading: Translator) -> None:
     reading.set("adapter.type", kind, "finetuning_type")
     if kind in ("lora", "oft", "freeze"):
         reading.fill_in("defaults", kind)
+    _existing_adapters(reading, kind)
     lists = {
         "lora_target": "target_modules",
         "oft_target": "target_modules",
@@ -128,7 +128,8 @@ def _adapter(reading: Translator) -> None:
     }
     for key, ours in lists.items():
         value = reading.take(key)
-        if value is None or not _belongs(reading, key, kind):
+        goes_on = key == "lora_target" and "adapter.name_or_path" in reading.origins
+        if value is None or goes_on or not _belongs(reading, key, kind):
             continue
         names = names_of(value)
         if names == ["all"]:
@@ -147,7 +148,6 @@ def _adapter(reading: Translator) -> None:
         start = "pissa" if steps == -1 else f"pissa_niter_{16 if steps is None else steps}"
         reading.set("adapter.init_lora_weights", start, "pissa_init" if steps is None else "pissa_iter")
     reading.take("pissa_iter")
-    _existing_adapters(reading, kind)
     for key in ("lora_rank", "lora_alpha", "lora_dropout", "loraplus_lr_ratio", "use_rslora", "use_dora",
                 "oft_block_size", "freeze_trainable_layers"):  # fmt: skip
         _belongs(reading, key, kind)
@@ -191,30 +191,14 @@ def _existing_adapters(reading: Translator, kind: str) -> None:
         reading.set("adapter.merge_first", merged, "adapter_name_or_path")
     if len(merged) < len(folders):
         reading.set("adapter.name_or_path", folders[-1], "adapter_name_or_path")
-        for key in ("lora_rank", "lora_target", "lora_alpha", "lora_dropout"):
-            reading.take(key)
-            for ours in ("adapter.r", "adapter.target_modules"):
-                _remove(reading, ours)
-            if key in reading.entries and key not in reading.defaults:
-                reading.passed[key] = "the adapter that goes on says it"
+        of_a_new_one = ("lora_rank", "lora_target", "lora_alpha", "lora_dropout")
+        reading.pass_over(of_a_new_one, "the adapter that goes on says it")
         stage, loss = reading.take("stage"), reading.take("pref_loss")
         if reading.take("ref_model") is None and (stage in ("kto", "ppo") or (stage == "dpo" and loss not in _ALONE)):
             reading.set("objective.reference.source", "base", "adapter_name_or_path")
             reading.told.append("adapter_name_or_path: the reference is the model without this adapter, as for "
                                 "LLaMA-Factory; create_new_adapter: true begins at the reference")  # fmt: skip
         reading.read.discard("ref_model")
-
-
-def _remove(reading: Translator, ours: str) -> None:
-    section, key = ours.split(".")
-    node = reading.tree.entries.get(section)
-    if isinstance(node, MappingNode) and key in node.entries:
-        kept = {name: value for name, value in node.entries.items() if name != key}
-        reading.tree = MappingNode(
-            where=reading.tree.where,
-            entries={**reading.tree.entries, section: MappingNode(where=node.where, entries=kept)},
-        )
-        reading.origins.pop(ours, None)
 
 
 def _parts(reading: Translator, kind: str) -> None:
@@ -247,7 +231,6 @@ def _precision(reading: Translator) -> None:
         reading.told.append("fp8: products are computed in bf16, not in 8 bits, which is more exact and slower")
     keeps = reading.take("gradient_checkpointing"), reading.take("disable_gradient_checkpointing")
     of = "disable_gradient_checkpointing" if keeps[1] is not None else "gradient_checkpointing"
-    reading.defaults |= {of} - set(reading.entries)
     reading.set("train.gradient_checkpointing", keeps[1] is not True, of)
     _quantization(reading)
     _new_tokens(reading)
@@ -304,7 +287,6 @@ def _optimizer(reading: Translator) -> None:
     reading.pass_over(others, "its optimizer is not used, or adapts all linear layers as here")
     if (warm := reading.take("warmup_steps")) in (None, 0):
         share = reading.take("warmup_ratio")
-        reading.defaults |= {"warmup_ratio"} - set(reading.entries)
         reading.set("train.warmup_steps", share or 0, "warmup_ratio")
     else:
         reading.read.add("warmup_ratio")
@@ -324,8 +306,7 @@ def _settings(reading: Translator, prefix: str) -> dict[str, tuple[str, object]]
     found: dict[str, tuple[str, object]] = {}
     for key, (ours, default) in theirs.get(prefix, {}).items():
         name = f"{prefix}_{key}"
-        if (given := reading.take(name)) is None:
-            reading.defaults.add(name)
+        given = reading.take(name)
         found[ours] = name, default if given is None else given
     if prefix == "badam" and reading.take("badam_mode") not in (None, "layer"):
         reading.refuse("badam_mode", "BAdam trains one layer at a time here", "write badam_mode: layer")
@@ -391,11 +372,7 @@ def _devices(reading: Translator) -> None:
     _ktransformers(reading)
     _megatron(reading)
     read_sharing(reading)
-    if (seconds := reading.take("ddp_timeout")) is not None:
-        if isinstance(seconds, int | float) and seconds <= _NO_BOUND:
-            reading.set("runtime.rank_timeout", seconds, "ddp_timeout")
-        else:
-            reading.passed["ddp_timeout"] = "a rank that hangs is named after runtime.rank_timeout, 30 minutes"
+    read_timeout(reading, "ddp_timeout")
 
 
 def _folder(reading: Translator) -> None:
@@ -405,13 +382,9 @@ def _folder(reading: Translator) -> None:
     elif anew and start not in (True, "true"):
         reading.set("output.overwrite", True, "overwrite_output_dir")
     else:  # theirs goes on from the newest checkpoint, too, where nothing is said
-        reading.defaults |= {"resume_from_checkpoint"} - set(reading.entries)
         reading.set("output.resume", "auto", "resume_from_checkpoint")
-    reading.defaults |= {"save_total_limit"} - set(reading.entries)
     reading.set("output.save_total_limit", reading.take("save_total_limit"), "save_total_limit")
-    if (trackers := reading.take("report_to")) is not None:
-        names = [name for name in names_of(trackers) if name.lower() != "none"]
-        reading.set("tracking.report_to", names, "report_to")
+    read_trackers(reading)
     reading.switch("tracking.report_to", ["swanlab"], "use_swanlab")
 
 
@@ -427,10 +400,7 @@ def _evaluation(reading: Translator) -> None:
     if when == "steps" and is_held_out:
         reading.set("eval.steps", steps or plain(reading.entries["logging_steps"]),
                     "eval_steps" if steps else "logging_steps")  # fmt: skip
-    if (metric := reading.take("metric_for_best_model")) is not None and is_held_out:
-        short = str(metric).removeprefix("eval_")
-        reading.set("eval.metric_for_best_model", "token_accuracy" if short == "accuracy" else short,
-                    "metric_for_best_model")  # fmt: skip
+    read_metric(reading, is_read=is_held_out)
     if patience:
         reading.set("eval.early_stopping_patience", patience, "early_stopping_steps")
     if not is_held_out:

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from luthier.config import MappingNode, plain
-from luthier.config.peers import beside, mapping_beside, share_as_deepspeed, translation, trl_rows
+from luthier.config.peers import (
+    beside,
+    mapping_beside,
+    objective_said,
+    read_timeout,
+    share_as_deepspeed,
+    translation,
+    trl_rows,
+)
 from luthier.writing import JsonObject, counted
 
 _MARKS = frozenset({"model_class", "kernel_config", "dist_config", "quant_config", "optim_config", "init_config",
@@ -21,7 +29,6 @@ _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "pair": "preference"}
 _PLACES = frozenset({"name", "config_file", "mixed_precision", "reshard_after_forward", "offload_params", "pin_memory",
                      "ep_size", "ep_dispatcher", "fsdp_implementation", "hook_modules", "fsdp_ignored_modules",
                      "chunk_size"})  # fmt: skip
-_NO_BOUND = 86_400  # seconds: whoever writes a longer time for ranks to wait wants none
 
 
 def _is_its(tree: MappingNode) -> bool:
@@ -105,8 +112,7 @@ def _source(reading: translation.Translator, where: str, name: str, entry: Any) 
 
 def _objective(reading: translation.Translator, sources: list[JsonObject]) -> None:
     """``sft`` but for pairs, which are for ``dpo`` or ``rm``: an override says for which."""
-    said = reading.take("objective")
-    said = said.get("name") if isinstance(said, dict) else said
+    said = objective_said(reading)
     if said is None:
         pairs = any(source.get("format") == "preference" or _has_pairs(source["path"]) for source in sources)
         prefers = [
@@ -128,10 +134,8 @@ def _objective(reading: translation.Translator, sources: list[JsonObject]) -> No
         return
     reading.set("objective.loss", str(loss or "sigmoid"), "pref_loss")
     if "pref_beta" not in reading.entries:
-        reading.defaults.add("pref_beta")
         reading.set("objective.beta", 0.1, "pref_beta")
     if loss == "simpo":
-        reading.defaults |= {"simpo_gamma"} - set(reading.entries)
         reading.set("objective.gamma", 0.5 if gamma is None else gamma, "simpo_gamma")
     if loss == "orpo" and isinstance(ftx, int | float) and ftx:
         ftx += 1  # beside the answer that ORPO learns itself
@@ -177,7 +181,6 @@ def _model(reading: translation.Translator) -> None:
 def _adapter(reading: translation.Translator) -> None:
     section = _section(reading, "peft_config")
     kind = section.pop("name", "full")
-    reading.defaults |= {"peft_config"} - set(reading.entries)
     if kind not in ("full", "lora", "freeze"):
         reading.refuse("peft_config.name", f"{kind} is no adapter of this engine", "write lora or freeze")
         return
@@ -253,7 +256,6 @@ def _steps(reading: translation.Translator) -> None:
 
 def _optimizer(reading: translation.Translator) -> None:
     """AdamW at one rate throughout, where the file names nothing else."""
-    reading.defaults |= {"lr_scheduler_config"} - set(reading.entries)
     schedule = _section(reading, "lr_scheduler_config")
     reading.set("train.lr_scheduler_type", schedule.pop("name", "constant"), "lr_scheduler_config")
     share = schedule.pop("warmup_ratio", 0)
@@ -263,7 +265,6 @@ def _optimizer(reading: translation.Translator) -> None:
     name = section.pop("name", "adamw_torch")
     if section.pop("lr", None) is not None:
         reading.passed["optim_config.lr"] = "learning_rate overrides it there, too"
-    reading.defaults |= {"optim_config"} - set(reading.entries)
     reading.set("train.optim", name, "optim_config")
     reading.set("train.weight_decay", section.pop("wd", 0.1 if name == "muon" else 0.01), "optim_config")
     betas = section.pop("adamw_betas", [0.9, 0.95] if name == "muon" else None)
@@ -298,13 +299,11 @@ def _devices(reading: translation.Translator) -> None:
     if reading.take("cp_size") not in (None, 1):
         reading.told.append("cp_size: each row is on one device, not divided between several; the results are the same")
     reading.take("cp_mode")
-    if isinstance(seconds := reading.take("dist_timeout"), int) and seconds <= _NO_BOUND:
-        reading.set("runtime.rank_timeout", seconds, "dist_timeout")
+    read_timeout(reading, "dist_timeout")
 
 
 def _folder(reading: translation.Translator) -> None:
     steps, epochs, start = (reading.take(key) for key in ("save_steps", "save_epochs", "resume_from_checkpoint"))
-    reading.defaults |= {"save_steps", "resume_from_checkpoint", "save_total_limit"} - set(reading.entries)
     reading.set("output.save_strategy", "steps" if steps else "epoch" if epochs else "no", "save_steps")
     if steps:
         reading.set("output.save_steps", steps, "save_steps")

@@ -12,7 +12,15 @@ import os
 from pathlib import Path
 
 from luthier.config import MappingNode
-from luthier.config.peers import SWIFT_DEFAULTS, DrawnAnswers, share_as_deepspeed, translation
+from luthier.config.peers import (
+    SWIFT_DEFAULTS,
+    DrawnAnswers,
+    objective_said,
+    read_metric,
+    read_trackers,
+    share_as_deepspeed,
+    translation,
+)
 from luthier.config.peers.swift_rows import kind_of, read_data, read_lengths, read_template
 from luthier.config.peers.trl import mixed_losses
 from luthier.writing import counted
@@ -71,8 +79,7 @@ def _is_its(tree: MappingNode) -> bool:
 def _purpose(reading: translation.Translator) -> None:
     """What is learned."""
     reading.fill_in("defaults")
-    said, kind = reading.take("objective"), kind_of(reading)
-    named = said.get("name") if isinstance(said, dict) else said
+    named, kind = objective_said(reading), kind_of(reading)
     if kind in ("ppo", "gkd"):
         what = f"swift rlhf learns by {kind} from answers drawn in the run, and that is not translated"
         ours = "objective: {name: rl, loss: ppo}" if kind == "ppo" else "objective: distill"
@@ -145,7 +152,6 @@ def _objective(reading: translation.Translator) -> None:
         reading.set("objective.label_smoothing", smooth, smoothed)
     if kind not in (*_PAIRS, "kto"):
         return
-    reading.defaults |= {"beta", "cpo_alpha", "simpo_gamma"} - set(reading.entries)
     reading.set("objective.beta", (2.0 if kind == "simpo" else 0.1) if beta is None else beta, "beta")
     if kind == "simpo":
         reading.set("objective.gamma", 1.0 if (gamma := numbers["simpo_gamma"]) is None else gamma, "simpo_gamma")
@@ -271,7 +277,6 @@ def _schedule(reading: translation.Translator) -> None:
     rate, turns = reading.take("learning_rate"), reading.take("gradient_accumulation_steps")
     rows, world = reading.take("per_device_train_batch_size"), int(os.environ.get("WORLD_SIZE", "1"))
     reading.read.discard("per_device_train_batch_size")
-    reading.defaults |= {"learning_rate", "gradient_accumulation_steps", "warmup_ratio"} - set(reading.entries)
     usual = 1e-5 if reading.take("tuner_type") == "full" else 1e-4
     reading.set("train.learning_rate", usual if rate is None else rate, "learning_rate")
     if kind_of(reading) == "grpo":
@@ -303,7 +308,6 @@ def _run(reading: translation.Translator) -> None:
         reading.set("runtime.sharding", "fsdp", "fsdp")
     reading.set("output.dir", str(reading.take("output_dir")), "output_dir")
     start = reading.take("resume_from_checkpoint")
-    reading.defaults |= {"resume_from_checkpoint", "save_total_limit"} - set(reading.entries)
     reading.set("output.resume", "auto" if start is True else str(start or "never"), "resume_from_checkpoint")
     reading.set("output.save_total_limit", reading.take("save_total_limit"), "save_total_limit")
     saved, every = str(reading.take("save_strategy")), reading.take("save_steps")
@@ -317,18 +321,13 @@ def _run(reading: translation.Translator) -> None:
         if when == "steps":
             reading.set("eval.steps", steps or every, "eval_steps" if steps else "save_steps")
     best = reading.take("load_best_model_at_end"), reading.take("early_stop_interval")
-    metric, _ = reading.take("metric_for_best_model"), reading.take("greater_is_better")
-    if when not in (None, "no") and any(best):
+    reading.take("greater_is_better")
+    chooses = when not in (None, "no") and any(best)
+    read_metric(reading, is_read=chooses)
+    if chooses:
         reading.switch("eval.load_best_model_at_end", True, "load_best_model_at_end")
         reading.copy("eval.early_stopping_patience", "early_stop_interval")
-        if metric is not None:
-            names = {"accuracy": "token_accuracy"}
-            name = str(metric).removeprefix("eval_")
-            reading.set("eval.metric_for_best_model", names.get(name, name), "metric_for_best_model")
-    trackers = [
-        name for name in translation.names_of(reading.take("report_to") or []) if name.lower() not in ("none", "all")
-    ]
-    reading.set("tracking.report_to", trackers, "report_to")
+    read_trackers(reading)
     reading.copy("tracking.run_name", "swanlab_exp_name", str)
 
 

@@ -166,7 +166,6 @@ def read_lengths(reading: Translator) -> None:
     if most is None:
         reading.told.append("max_length: 4,096 tokens, Luthier's default; ms-swift has the model's own limit")
     else:
-        reading.defaults |= {"max_length"} - set(reading.entries)
         answer = reading.take("max_completion_length") or SWIFT_DEFAULTS["max_completion_length"]
         if kind_of(reading) == "grpo" and isinstance(asked, int) and isinstance(answer, int):
             most = asked + answer  # theirs is the prompt's alone
@@ -184,7 +183,6 @@ def read_lengths(reading: Translator) -> None:
         reading.told.append("truncation_strategy: a row that is too long loses the oldest turns of its prompt, and no "
                             "token of its answer")  # fmt: skip
     is_packed = reading.flag("packing")
-    reading.defaults |= {"packing"} - set(reading.entries)
     reading.set("train.packing", "window" if is_packed else "none", "packing")
     if (length := reading.take("packing_length")) not in (None, most):
         reading.told.append(f"packing_length: packs have max_length tokens, not {length}")

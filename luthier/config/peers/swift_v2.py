@@ -160,7 +160,6 @@ def _targets(reading: translation.Translator, model_type: str) -> None:
             found.append(name)
     if "target_regex" not in reading.entries:
         _write(reading, key, found)
-        reading.defaults |= {key} if key not in reading.entries else set()
 
 
 def _listed(reading: translation.Translator, key: str, model_type: str) -> Sequence[str]:

@@ -248,14 +248,18 @@ class Translator:
         return Where(source=self.name) if node is None else node.where
 
     def set(self, ours: str, value: object, of: str) -> None:
-        """Our key gets a value, for which their key ``of`` is the reason."""
+        """Our key gets a value, for which their key ``of`` is the reason. One that the file lacks is its default."""
         node = value if isinstance(value, Scalar | ListNode | MappingNode) else node_of(value, self.where(of))
         path = parse_path(ours)
         assert path is not None, ours
         made = put(self.tree, path, node)
         assert isinstance(made, MappingNode)
         self.tree = made
-        self.origins[ours] = f"{of}{_DEFAULT}" if of in self.defaults else of
+        theirs = parse_path(of) or (of,)
+        deepest, reached = find(MappingNode(where=self.tree.where, entries=self.entries), theirs)
+        # a data set may be a text alone; and a command says what a file leaves open by a key of ours
+        is_said = reached == theirs or not isinstance(deepest, MappingNode) or theirs[0] in OUR_SECTIONS
+        self.origins[ours] = of if is_said and of not in self.defaults else f"{of}{_DEFAULT}"
 
     def copy(self, ours: str, key: str, made: Callable[[Any], object] | None = None) -> None:
         """Our key gets the value of theirs, or what is ``made`` of it, if the file has one."""

@@ -18,7 +18,10 @@ from luthier.config.peers import (
     DrawnAnswers,
     config_of,
     mapping_beside,
+    objective_said,
+    read_metric,
     read_sharing,
+    read_trackers,
     translation,
     trl_rows,
 )
@@ -51,8 +54,7 @@ def _keys(reading: translation.Translator) -> None:
 
 def _command(reading: translation.Translator) -> None:
     """Find the command; a file that could be for several is asked about."""
-    said = reading.take("objective")
-    said = said.get("name") if isinstance(said, dict) else said
+    said = objective_said(reading)
     drawn = _drawn_command(reading, None if said is None else str(said))
     if reading.is_no_run:
         return
@@ -188,11 +190,9 @@ def _losses(reading: translation.Translator) -> None:
         reading.passed["label_smoothing_factor"] = "TRL reads it for trl sft alone"
     reading.switch("train.head_kernel", "liger", "use_liger_loss")
     disabled = reading.take("disable_dropout")
-    if objective not in ("sft", "pt") and disabled in (None, True):
-        reading.defaults |= {"disable_dropout"} - set(reading.entries)
-        if reading.flag("use_peft"):
-            reading.set("adapter.lora_dropout", 0.0, "disable_dropout")
-            reading.take("lora_dropout")
+    if objective not in ("sft", "pt") and disabled in (None, True) and reading.flag("use_peft"):
+        reading.set("adapter.lora_dropout", 0.0, "disable_dropout")
+        reading.take("lora_dropout")
 
 
 def _answers(reading: translation.Translator) -> None:
@@ -227,8 +227,6 @@ def mixed_losses(
 ) -> str | None:
     """Set the loss of DPO, or the mix that Luthier has of several, as these keys say; None where that is refused."""
     names, given = translation.names_of(reading.take(of) or "sigmoid"), reading.take(weights_of)
-    if not given:
-        reading.defaults |= {weights_of} - set(reading.entries)
     try:
         weights = [float(weight) for weight in translation.names_of(given)] if given else [1.0] * len(names)
     except ValueError:
@@ -325,7 +323,6 @@ def _model(reading: translation.Translator) -> None:
     reading.origins["model.quantization"] = "load_in_4bit" if in_4bit else "load_in_8bit"
     if in_4bit:
         reading.set("model.quantization.type", kind, "load_in_4bit")
-        reading.defaults |= {"use_bnb_nested_quant"} - set(reading.entries)
         reading.set("model.quantization.double_quantization", double, "use_bnb_nested_quant")
         if computed in ("float32", "bfloat16", "float16"):
             reading.set("model.quantization.compute_dtype", computed, "dtype")
@@ -351,15 +348,12 @@ def _adapter(reading: translation.Translator) -> None:
     keys = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters",
             "lora_modules_to_save", "use_rslora", "use_dora")  # fmt: skip
     if not reading.flag("use_peft"):
-        reading.defaults |= {"use_peft"} - set(reading.entries)
         reading.set("adapter.type", "full", "use_peft")
         reading.pass_over(keys, "use_peft is false")
         return
     reading.fill_in("defaults", "lora")
     reading.set("adapter.type", "lora", "use_peft")
     targets = reading.take("lora_target_modules")
-    if targets is None and reading.take("lora_target_parameters") is None:
-        reading.defaults.add("lora_target_modules")
     if targets is None:
         model_type = str(config_of(str(plain(reading.entries["model_name_or_path"]))).get("model_type"))
         table: Mapping[str, list[str]] = reading.peer.table["peft_targets"]
@@ -437,16 +431,11 @@ def _shares(reading: translation.Translator, launch: object) -> bool:
 def _folder(reading: translation.Translator) -> None:
     start = reading.take("resume_from_checkpoint")
     is_asked = start in (True, "true", "True")
-    reading.defaults |= {"resume_from_checkpoint"} - set(reading.entries)
     value = "auto" if is_asked else "never" if start in (None, False, "false", "False") else str(start)
     reading.set("output.resume", value, "resume_from_checkpoint")
     reading.set("output.dir", str(reading.take("output_dir")), "output_dir")
-    if "save_total_limit" not in reading.entries:
-        reading.defaults.add("save_total_limit")
-        reading.set("output.save_total_limit", None, "save_total_limit")
-    if (trackers := reading.take("report_to")) is not None:
-        names = [name for name in translation.names_of(trackers) if name.lower() not in ("none", "all")]
-        reading.set("tracking.report_to", names, "report_to")
+    reading.set("output.save_total_limit", reading.take("save_total_limit"), "save_total_limit")
+    read_trackers(reading)
     variables = _mapping(reading, "env")
     unset = {name: value for name, value in variables.items() if os.environ.get(str(name)) != str(value)}
     if unset:
@@ -455,17 +444,11 @@ def _folder(reading: translation.Translator) -> None:
 
 
 def _evaluation(reading: translation.Translator) -> None:
-    steps, size, metric = (
-        reading.take("eval_steps"),
-        reading.take("per_device_eval_batch_size"),
-        reading.take("metric_for_best_model"),
-    )
+    steps, size = reading.take("eval_steps"), reading.take("per_device_eval_batch_size")
     if not trl_rows.evaluates(reading):
         if "data.eval_split" in reading.origins:
             reading.set("eval.strategy", "no", "eval_strategy")
-        for key in ("eval_steps", "per_device_eval_batch_size", "metric_for_best_model"):
-            if key in reading.entries and key not in reading.defaults:
-                reading.passed[key] = "eval_strategy is no"
+        reading.pass_over(("eval_steps", "per_device_eval_batch_size", "metric_for_best_model"), "eval_strategy is no")
         return
     when = str(reading.take("eval_strategy"))
     reading.set("eval.strategy", when, "eval_strategy")
@@ -473,10 +456,7 @@ def _evaluation(reading: translation.Translator) -> None:
     if when == "steps":
         logged = reading.entries["logging_steps"]
         reading.set("eval.steps", steps or plain(logged), "eval_steps" if steps else "logging_steps")
-    if metric is not None:
-        short = str(metric).removeprefix("eval_")
-        ours = {"mean_token_accuracy": "token_accuracy", "rewards/accuracies": "accuracy"}
-        reading.set("eval.metric_for_best_model", ours.get(short, short), "metric_for_best_model")
+    read_metric(reading, {"mean_token_accuracy": "token_accuracy", "rewards/accuracies": "accuracy"})
 
 
 TRL = translation.Peer(

@@ -316,7 +316,6 @@ def read_lessons(reading: Translator) -> None:
     undecided = [source for source in sources if "train_on" not in source and source.get("format") != "text"]
     if objective in ("sft", "pt"):
         of = "completion_only_loss" if _is_given(reading, "completion_only_loss") else "assistant_only_loss"
-        reading.defaults |= {of} - set(reading.entries)
         reading.set("template.train_on", learned or "all", of)
         if learned is None and undecided:
             from_hub = any(source["path"].startswith("hub:") for source in undecided)
@@ -369,8 +368,6 @@ def _packing(reading: Translator) -> str:
     if how not in PACKING_STRATEGIES:
         hint = f"write one of {', '.join(PACKING_STRATEGIES)}"
         reading.refuse("packing_strategy", f"{how!r} is none of its values", hint)
-    if objective_of(reading) not in ("sft", "pt"):
-        reading.defaults |= {"packing"} - set(reading.entries)
     sources = sources_of(reading)
     if packed and how == "wrapped" and all(source.get("format") == "text" for source in sources):
         reading.set("objective.name", "pt", "packing_strategy")
@@ -397,7 +394,6 @@ def _too_long(reading: Translator, *, is_whole: bool) -> None:
     if not is_limit:
         model = str(plain(reading.entries["model_name_or_path"]))
         most = config_of(model).get("max_position_embeddings", _NO_LIMIT)
-    reading.defaults |= {"max_prompt_length"} - set(reading.entries)
     reading.set("data.max_length", most, "max_prompt_length" if objective == "rl" else "max_length")
     reading.set("data.max_drop", 0.5, "max_length")  # their runs never stop for rows that are lost
     if splits:
