@@ -287,7 +287,7 @@ def _padded_inputs(grid: Grid) -> dict[str, NDArray[np.generic]]:
     columns = np.arange(grid.ids_BT.shape[1], dtype=np.int64)
     sizes = np.array([size for (size,) in grid.lengths])
     mask_BT = (columns < sizes[:, None]).astype(np.int64)
-    return {"attention_mask": mask_BT, "position_ids": np.repeat(columns[None], len(sizes), axis=0)}
+    return {"attention_mask": mask_BT, "position_ids": columns * mask_BT}  # padding makes no row longer
 
 
 def _packed_inputs(grid: Grid, *, varlen: bool) -> dict[str, object]:
@@ -467,7 +467,7 @@ def unpacked(batch: Batch, *, pad_token_id: int) -> Batch:
         model_inputs={
             "input_ids": torch.from_numpy(ids_SW),
             "attention_mask": torch.from_numpy(mask_SW.astype(np.int64)),
-            "position_ids": torch.arange(shape[1]).repeat(shape[0], 1),
+            "position_ids": torch.from_numpy(np.arange(shape[1]) * mask_SW),
         },
         labels_BT=labels_SW,
         weights_BT=weights_SW,

@@ -225,8 +225,8 @@ def learned_positions(model: PreTrainedModel) -> int | None:
 def stretched_beyond(config: PretrainedConfig) -> int | None:
     """Up to how many tokens rows leave the positions of those beside them as they are; None: whatever their length.
 
-    Where positions are stretched once a row is long (``dynamic``, ``longrope``), the longest row of a batch stretches
-    those of all.
+    Where positions are stretched once a row is long (``dynamic``, ``longrope``), transformers lets the longest row of a
+    batch stretch those of all. ``dynamic`` with ``alpha`` (HunYuan) is a fixed stretching.
     """
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
@@ -237,7 +237,7 @@ def stretched_beyond(config: PretrainedConfig) -> int | None:
         original = rope.get("original_max_position_embeddings")
         if kind == "longrope" and original:
             limits.append(int(original))
-        elif "dynamic" in kind and longest:
+        elif "dynamic" in kind and longest and not rope.get("alpha"):
             limits.append(int(longest) - 1)
     return min(limits, default=None)
 

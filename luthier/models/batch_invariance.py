@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -37,6 +37,7 @@ def hook(model: PreTrainedModel) -> None:
     join_shared_slots(model)
     merge_frames_by_chunk(model)
     encode_videos_apart(model)
+    turn_by_own_length(model)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -384,3 +385,72 @@ def _in_order(model: Any, frames_F3HW: torch.Tensor, shown: list[list[int]], inp
         else:
             parts.extend(next(pictures) for _ in range(height))
     return parts
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rotary positions that a long row stretches (``rope_type`` longrope: Phi-3.5, Phi-4-mini; dynamic: InternLM2).
+#
+# transformers takes the longest row of a batch for all, and with ``dynamic`` the longest so far, until all rows of a
+# batch are short again: so a sequence's positions depended on what stood beside it and before it. Here each sequence is
+# turned by frequencies of its own length, as if it were alone. The branches of a token tree are one sequence.
+#
+# B rows, T tokens, D rotary dimensions of a head.
+
+
+def turn_by_own_length(model: nn.Module) -> int:
+    """Let the rotary modules that stretch positions do so sequence by sequence; returns how many there are."""
+    found = stretching_modules(model)
+    for module in found:
+        module.forward = MethodType(_own_turns, module)
+    return len(found)
+
+
+def stretching_modules(model: nn.Module) -> list[nn.Module]:
+    """The rotary modules of transformers that stretch positions; classes from elsewhere are not known."""
+    return [module for module in model.modules() if any(map(_stretches, _rope_types(module).values()))]
+
+
+def _rope_types(module: Any) -> dict[str | None, str]:
+    """``rope_type`` of a rotary module; by kind of layer, if it has several."""
+    told = getattr(module, "rope_type", None)
+    return dict(told) if isinstance(told, Mapping) else {None: str(told)}
+
+
+def _stretches(rope_type: str) -> bool:
+    return rope_type == "longrope" or "dynamic" in rope_type
+
+
+def _own_turns(module: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> object:
+    """As the module's own forward: cosines and sines [B, T, D], or one tensor of both. Positions: int64[B, T]."""
+    kind = _rope_types(module)[layer_type]
+    forward = partial(type(module).forward, module, x, **({} if layer_type is None else {"layer_type": layer_type}))
+    if position_ids.dim() != 2 or not _stretches(kind):
+        return forward(position_ids)
+    sequence_BT = (position_ids == 0).cumsum(1)
+    longest_BS = position_ids.new_zeros(len(position_ids), position_ids.shape[1] + 1)
+    longest_BT = longest_BS.scatter_reduce(1, sequence_BT, position_ids + 1, "amax").gather(1, sequence_BT)
+    is_long_BT = longest_BT > _stretched_beyond(module, layer_type, kind)
+    length_BT = is_long_BT.long() if kind == "longrope" else longest_BT * is_long_BT  # 0: not stretched
+    found: list[torch.Tensor] = []
+    for length in length_BT.unique().tolist():
+        own_BT = length_BT == length
+        if kind != "longrope":
+            _forget_long_rows(module, layer_type)
+        turns = forward(position_ids * own_BT)
+        own = list(turns) if isinstance(turns, tuple) else [turns]
+        found = [torch.where(own_BT[..., None], *pair) for pair in zip(own, found, strict=True)] if found else own
+    return tuple(found) if len(found) > 1 else found[0]
+
+
+def _stretched_beyond(module: Any, layer_type: str | None, kind: str) -> int:
+    if kind != "longrope":
+        return int(module.original_max_seq_len)
+    rope = module.config.rope_parameters
+    return int((rope if layer_type is None else rope[layer_type])["original_max_position_embeddings"])
+
+
+def _forget_long_rows(module: Any, layer_type: str | None) -> None:
+    """The frequencies of short rows, from which the module's own forward begins to stretch."""
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"))
+    setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)

@@ -28,7 +28,7 @@ from luthier.config.losses import check_functions
 from luthier.config.schema import AdapterConfig, RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, UserError, first_line, place_of
-from luthier.loader.settings import answer_faults, data_faults, media_of
+from luthier.loader.settings import answer_faults, data_faults, media_of, shares_prompts, units_of
 from luthier.media import MediaSource
 from luthier.models import (
     adapter_files,
@@ -41,6 +41,7 @@ from luthier.models import (
     undrawn,
     ungenerated,
 )
+from luthier.models.batch_invariance import stretching_modules
 from luthier.models.model import build_weightless, check_choices, check_quantized, run_device
 from luthier.models.vocabulary import Vocabulary
 from luthier.training.folder.run_folder import check_run_folder
@@ -317,12 +318,17 @@ def _weights(draft: Draft, model: PreTrainedModel) -> Iterator[Problem]:
 def _positions(draft: Draft, model: PreTrainedModel, notes: list[str]) -> Iterator[Problem]:
     asked, limit = draft.config.data.max_length, stretched_beyond(model.config)
     if limit is not None and asked > limit and draft.given("data.max_length"):
-        what = "this model stretches the positions of a whole batch once a row in it has more than "
-        what += counted(limit, "token")
-        notes.append(
-            f"{what}: shorter rows that share a batch or a pack with such a row are learned in other positions "
-            "than the model has when it reads them alone; data.max_length up to this keeps them as they are"
-        )
+        what = f"this model stretches the positions of a sequence that has more than {counted(limit, 'token')}"
+        if not stretching_modules(model):
+            notes.append(
+                f"{what}, and its code, which is not transformers' own, may do so to those of sequences beside it; "
+                "data.max_length up to this keeps all as they are"
+            )
+        elif shares_prompts(draft.config) and units_of(draft.config).are_compared:
+            notes.append(
+                f"{what}: an answer that shares its prompt with a longer one is learned in the longer one's positions; "
+                "train.shared_prompts: false gives each its own"
+            )
     known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(known, int) or known < 1 or asked <= known:
         return

@@ -67,7 +67,7 @@ def test_a_padded_batch_is_right_padded_under_a_mask():
     batch = collate_packs([Pack(segments=(FIRST,)), Pack(segments=(SECOND,))], packed=False, pad_token_id=PAD)
     assert batch.model_inputs["input_ids"].tolist() == [[11, 12, 13], [21, 22, PAD]]
     assert batch.model_inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
-    assert batch.model_inputs["position_ids"].tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert batch.model_inputs["position_ids"].tolist() == [[0, 1, 2], [0, 1, 0]]  # padding makes no row longer
     assert batch.labels_BT.tolist() == [[12, 13, -100], [22, -100, -100]]
     assert batch.num_targets == 3
     assert batch.segment_starts == ((0,), (0,))

@@ -15,7 +15,8 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import MODELS, WINDOW, tiny_model, tree
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaForCausalLM
+from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Phi3Config
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from luthier.collation.collator import collate_packs, collate_trees
 from luthier.errors import ModelError
@@ -29,6 +30,7 @@ from luthier.models.attention import (
     register_attention,
     segments_attention,
 )
+from luthier.models.batch_invariance import turn_by_own_length
 from luthier.models.mixers import Isolation, attention_inputs, layer_windows, tree_mask_mod
 from luthier.records import Batch, Branch, Pack
 
@@ -301,3 +303,48 @@ def test_the_same_model_generates(name: str) -> None:
     model.set_attn_implementation(SEGMENTS)
     assert model.config._attn_implementation == SEGMENTS != own
     assert torch.equal(model.generate(**asked), expected)
+
+
+SHORT = 14  # of the leaves three are as long or shorter, two are longer
+SIZE = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": SHORT,
+    "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0],
+}  # fmt: skip
+STRETCHED = {
+    "longrope": lambda: Phi3Config(
+        **SIZE, max_position_embeddings=64, original_max_position_embeddings=SHORT, rope_parameters=LONG
+    ),
+    "dynamic": lambda: LlamaConfig(**SIZE, max_position_embeddings=SHORT, rope_parameters=DYNAMIC),
+    "dynamic in some layers": lambda: Gemma3TextConfig(
+        **SIZE,
+        max_position_embeddings=SHORT,
+        layer_types=["full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": DYNAMIC,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STRETCHED)
+def test_a_long_sequence_stretches_its_own_positions_only(kind: str) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(STRETCHED[kind](), attn_implementation="eager").eval()
+
+    expected = torch.cat([log_probabilities(model(), [batch], Isolation.PADDED) for batch in ALONE])
+    once = model()
+    assert turn_by_own_length(once) == 1
+    lengths = [batch.model_inputs["input_ids"].shape[1] for batch in ALONE]
+    assert min(lengths) < SHORT < max(lengths) and SHORT in lengths
+    for batches, isolation in ((PACKED, Isolation.MASKS), (PADDED, Isolation.PADDED), (ALONE, Isolation.PADDED)):
+        torch.testing.assert_close(log_probabilities(once, batches, isolation), expected)
+    # a long sequence leaves nothing behind, and transformers' own forward takes the longest for all
+    own = log_probabilities(model(), PACKED, Isolation.MASKS)
+    assert not torch.allclose(own, expected, atol=1e-6)

@@ -572,7 +572,7 @@ def test_a_length_beyond_the_models_positions_is_told(described: Callable[..., D
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("longrope", "64"), ("dynamic", "63"), ("linear", None)])
-def test_rows_that_would_stretch_the_positions_of_those_beside_them_are_told(
+def test_answers_that_would_stretch_the_positions_of_one_with_the_same_prompt_are_told(
     kind: str, limit: str | None, described: Callable[..., Draft]
 ) -> None:
     own = {
@@ -582,9 +582,14 @@ def test_rows_that_would_stretch_the_positions_of_those_beside_them_are_told(
     }
     rope = f"{{rope_type: {kind}, rope_theta: 10000.0{own[kind]}}}"
     overrides = [f"model.config_overrides.rope_parameters={rope}", "model.config_overrides.max_position_embeddings=64"]
-    told = [note for note in check_run(described("data.max_length=128", *overrides)) if "stretches" in note]
-    assert len(told) == (limit is not None) and all(f" {limit} tokens" in note for note in told)
-    assert not [note for note in check_run(described("data.max_length=60", *overrides)) if "stretches" in note]
+
+    def told(*more: str) -> list[str]:
+        return [note for note in check_run(described(*overrides, *more)) if "stretches" in note]
+
+    assert [f" {limit} tokens" in note for note in told("data.max_length=128", "objective=dpo")] == [True] * bool(limit)
+    for more in (["data.max_length=60", "objective=dpo"], ["data.max_length=128"]):
+        assert not told(*more)
+    assert not told("data.max_length=128", "objective=dpo", "train.shared_prompts=false")
 
 
 def test_a_folder_with_another_run_is_told_and_a_longer_run_is_not(described: Callable[..., Draft]) -> None:
