@@ -238,6 +238,24 @@ class Trial:
             return ask()
 
 
+def check_padding(model: nn.Module, first: Segment, how: CollateSettings, *, device: torch.device) -> None:
+    """Raise `ModelError` where a row beside a longer one, padded to its length, has other logits than alone."""
+    whole, part = _cut(first), _cut(first, TOKENS_TRIED // 2)
+
+    def logits(*rows: Segment) -> torch.Tensor:
+        """[n, V] of the last row."""
+        batch = collate_packs([Pack(segments=(row,)) for row in rows], packed=False, pad_token_id=how.pad_token_id)
+        inputs = attention_inputs(batch, Isolation.PADDED, windows={}, device=device)
+        found_BTV: torch.Tensor = model(**inputs).logits
+        return found_BTV[-1, : len(rows[-1])]
+
+    with evaluating(model), torch.no_grad():
+        problem = _differs(logits(whole, part), logits(part), "padded")
+    if problem is not None:
+        hint = "set train.per_device_train_batch_size and eval.per_device_eval_batch_size to 1"
+        raise ModelError(f"{plain_model(model)._get_name()} reads a padded row otherwise: {problem}", hint=hint)
+
+
 def _moved(one: torch.Tensor, other: torch.Tensor) -> str | None:
     moved, scale = float((one - other).abs().max()), float(one.abs().max())
     if moved <= TOLERANCE * scale:
@@ -245,18 +263,17 @@ def _moved(one: torch.Tensor, other: torch.Tensor) -> str | None:
     return f"changing one moved the logits of the next in its row by {moved:.2g} (largest logit {scale:.2g})"
 
 
-def _differs(packed: torch.Tensor, alone: torch.Tensor) -> str | None:
-    difference = float((packed - alone).float().abs().mean() / alone.float().abs().mean().clamp(min=1e-9))
-    allowed = ALONE[packed.dtype]
+def _differs(found: torch.Tensor, alone: torch.Tensor, how: str = "packed") -> str | None:
+    difference = float((found - alone).float().abs().mean() / alone.float().abs().mean().clamp(min=1e-9))
+    allowed = ALONE[found.dtype]
     if difference <= allowed:
         return None
-    return f"packed logits differ by {difference:.2g} of their size from those of the segment alone ({allowed} allowed)"
+    return f"{how} logits differ by {difference:.2g} of their size from those of the segment alone ({allowed} allowed)"
 
 
-def _cut(segment: Segment) -> Segment:
+def _cut(segment: Segment, most: int = TOKENS_TRIED) -> Segment:
     """The segment's first tokens, nothing to learn in them."""
-    ids = segment.input_ids[:TOKENS_TRIED]
-    return Segment(input_ids=ids, target=segment.target[:TOKENS_TRIED] & False, address=segment.address)
+    return Segment(input_ids=segment.input_ids[:most], target=segment.target[:most] & False, address=segment.address)
 
 
 def _joined(*segments: Segment) -> Segment:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import MODELS, tiny_model, tree
-from tiny_runs import make_segments
+from tiny_runs import make_config, make_data, make_segments
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -23,15 +24,18 @@ from transformers import (
     Mamba2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen3ForCausalLM,
 )
 
 from luthier.collation import CollateSettings
 from luthier.collation.collator import collate_packs, collate_trees
+from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
 from luthier.models.attention import SEGMENTS, AttentionPlan
 from luthier.models.isolation import ChosenIsolation, choose_isolation
 from luthier.models.mixers import Isolation
 from luthier.records import Pack
+from luthier.training.fit import fit_data
 
 SIZES: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -184,3 +188,24 @@ def test_control_a_leaking_plan_is_found_and_the_next_way_is_taken(shared: bool)
     chosen = _choose(Leaky(LlamaConfig(**SHORT)), shared=shared)
     assert chosen.isolation is (Isolation.MASKS if shared else Isolation.POSITIONS)
     assert "luthier_segments by segments: changing one moved the logits" in chosen.notes[0]
+
+
+def test_a_model_that_reads_padding_is_refused_where_rows_are_padded(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Qwen3ForCausalLM.forward
+
+    def forward(self: Any, **inputs: Any) -> Any:
+        found = read(self, **inputs)
+        found.logits = found.logits + found.logits.mean(1, keepdim=True)
+        return found
+
+    def run(size: int) -> None:
+        batch = {"train__per_device_train_batch_size": size, "eval__per_device_eval_batch_size": size}
+        config = make_config(tmp_path / str(size), train__packing="none", train__max_steps=1, **batch)
+        fit_data(config, tokenizer, make_data(make_segments(4)))
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", forward)
+    with pytest.raises(ModelError, match="Qwen3ForCausalLM reads a padded row otherwise: padded logits differ by"):
+        run(2)
+    run(1)

@@ -31,10 +31,11 @@ from luthier.models import (
     sharding,
     text_attention,
 )
-from luthier.models.isolation import ChosenIsolation, choose_isolation
+from luthier.models.isolation import ChosenIsolation, check_padding, choose_isolation
 from luthier.models.mixers import Isolation
 from luthier.models.model import REWARD_HEAD, is_reward_model
 from luthier.models.passes import ModelPass, OutputHead, casting, find_head, prove_head, reward_head, score_targets
+from luthier.models.quantized import rounds_inputs
 from luthier.objectives import AnyHead, Head, LigerKernel, liger_is_installed, runs_on
 from luthier.objectives.hidden_loss import hidden_loss_sum
 from luthier.objectives.loss_sums import TokenSettings
@@ -61,6 +62,8 @@ def _proven_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPas
     else:
         attention = text_attention(parts.loaded.model)
         isolation = ChosenIsolation(isolation=Isolation.PADDED, attention=attention, windows={})
+        if _num_rows(parts.config) > 1 and parts.media is None and not rounds_inputs(parts.loaded.model):
+            check_padding(model, parts.train[0], parts.how, device=parts.device)
     for note in isolation.notes:
         tell(f"attention: not {note}")
     if parts.how.packed:
@@ -113,7 +116,7 @@ def _isolation(parts: ObjectiveParts, model: nn.Module, tell: Callable[[str], No
         device=parts.device,
         asked=config.model.attn_implementation,
         needs=needs,
-        num_rows=min(2, max(config.train.per_device_train_batch_size, config.eval.per_device_eval_batch_size)),
+        num_rows=min(2, _num_rows(config)),
     )
     if not parts.shared or units_of(config).are_compared:
         return choose(shared=parts.shared)
@@ -129,6 +132,11 @@ def _isolation(parts: ObjectiveParts, model: nn.Module, tell: Callable[[str], No
             why = "; ".join(found.notes)
     tell(f"attention: the common beginning of a row's turns is computed once for each turn, in longer rows: {why}")
     return choose(shared=False)
+
+
+def _num_rows(config: RunConfig) -> int:
+    """The most rows that a batch has."""
+    return max(config.train.per_device_train_batch_size, config.eval.per_device_eval_batch_size)
 
 
 def _needs(parts: ObjectiveParts) -> MediaNeeds:
