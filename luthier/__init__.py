@@ -130,8 +130,8 @@ if TYPE_CHECKING:
     from luthier.library import train as train
     from luthier.library import verify as verify
     from luthier.loader.loader import Loader as Loader
+    from luthier.loader.loader import LoaderOptions as LoaderOptions
     from luthier.loader.loader import Step as Step
-    from luthier.loader.settings import LoaderOptions as LoaderOptions
     from luthier.media.families import CAT as CAT
     from luthier.media.families import Attention as Attention
     from luthier.media.families import Batching as Batching

@@ -280,14 +280,14 @@ def show(
 
 def schedule_of(loaded: Loaded) -> StreamPlan:
     """All steps of the run on all processes launched; raises `BudgetError` and `UserError` as training would."""
-    from luthier.loader.numbered_rows import RowTable
+    from luthier.loader.numbered_rows import NumberedRows
     from luthier.loader.settings import plan_of_run
     from luthier.training.data import check_some_left
 
     loaded.train.ledger.check(max_drop=loaded.config.data.max_drop)
     check_some_left("training", loaded.train, loaded.config)
     loaded.train.table()  # raises where there is nobody to draw a completion from
-    return plan_of_run(loaded.config, RowTable.of_index(loaded.train), num_ranks=num_processes())
+    return plan_of_run(loaded.config, NumberedRows.of_index(loaded.train), num_ranks=num_processes())
 
 
 def plan_of(loaded: Loaded, schedule: StreamPlan) -> RunPlan:
@@ -416,7 +416,8 @@ def _train_prepared(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tell
     first = Selection.of_options(row=int(loaded.train.row_ids[0]) + 1, pack=None, batch=None, held_out=False)
     sample = first.views(loaded)
     tell(FirstSample(rows=tuple(sample)))
-    result = fit(run, loaded.encoder, loaded.prepared, callbacks=callbacks, on_event=tell)
+    cut = loaded.train, loaded.held_out
+    result = fit(run, loaded.encoder, loaded.prepared, cut=cut, callbacks=callbacks, on_event=tell)
     return Report(
         result=result,
         plan=msgspec.to_builtins(found),

@@ -18,20 +18,17 @@ from luthier.check.show.html import page_html, previews
 from luthier.check.show.token_origins import SegmentOrigin, row_origins, segment_origin
 from luthier.check.show.view import RowView, show_batch, show_pack, show_sample
 from luthier.collation import CollateSettings
-from luthier.config.choices import Overflow
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import BudgetError, RowDropped, RowError, UserError
-from luthier.layout import cut_prompt
-from luthier.layout.cutting import learned_length, plan_windows
 from luthier.ledger import Ledger
-from luthier.loader.numbered_rows import RowTable
+from luthier.loader.numbered_rows import NumberedRows
 from luthier.loader.reader import BatchReader
 from luthier.loader.settings import Loaded, eval_settings, media_of, plan_of_run, units_of
 from luthier.packing import UnitKind
 from luthier.packing.epoch import EpochPlan, plan_epoch
 from luthier.preparation import Prepared, PreparedSet
-from luthier.preparation.segments import SegmentIndex, cuts_prompts
+from luthier.preparation.segments import SegmentIndex, cut_sample
 from luthier.records import Address, Pack, Row, Sample
 from luthier.sources import RowBytes
 from luthier.sources.origins import resolve_sources
@@ -162,15 +159,15 @@ class Selection:
         control = tokenizer.control_ids
         return show_batch(batch, tokenizer, title=self.title, control=control, origins=origins, packs=packs)
 
-    def _plan(self, index: SegmentIndex, loaded: Loaded) -> tuple[EpochPlan, RowTable]:
+    def _plan(self, index: SegmentIndex, loaded: Loaded) -> tuple[EpochPlan, NumberedRows]:
         """The first epoch as training has it, or evaluation."""
-        rows, ranks = RowTable.of_index(index), int(os.environ.get("WORLD_SIZE", "1"))
+        rows, ranks = NumberedRows.of_index(index), int(os.environ.get("WORLD_SIZE", "1"))
         if self.held_out:
             return plan_epoch(rows, eval_settings(loaded.config, num_ranks=ranks), epoch=0), rows
         return plan_of_run(loaded.config, rows, num_ranks=ranks).epoch(0), rows
 
     def _packs(
-        self, plan: EpochPlan, rows: RowTable, micro_batch: int, index: SegmentIndex, loaded: Loaded
+        self, plan: EpochPlan, rows: NumberedRows, micro_batch: int, index: SegmentIndex, loaded: Loaded
     ) -> tuple[list[Pack], list[list[SegmentOrigin]]]:
         numbers = [[int(segment) for segment in pack] for pack in plan[micro_batch].packs]
         of_rows = {int(index.row_ids[segment]) for pack in numbers for segment in pack}
@@ -427,28 +424,11 @@ class TrainingAccount:
 
     def _lost_to_length(self, sample: Sample) -> RowError | None:
         """Why nothing of a sample stays within ``data.max_length``; raises `UserError` as training does."""
-        most, overflow = self._data.max_length, self._data.overflow
-        if len(sample.input_ids) <= most:  # no leaf is longer than the whole tree
+        data = self._data
+        if len(sample.input_ids) <= data.max_length:  # no leaf is longer than the whole tree
             return None
-        leaves = list(sample.segments())
-        to_end = self._units is UnitKind.REWARDS
-        longest = max(len(leaf.target) if to_end else learned_length(leaf.target) for leaf in leaves)
-        if longest <= most:
-            return None
-        too_long = RowDropped(
-            "too_long", f"{counted(longest, 'token')}, data.max_length is {most}", address=sample.address
-        )
-        if self._units is not UnitKind.NONE and cuts_prompts(overflow, self._units):
-            prompt = sample.branches[0].length
-            kept = cut_prompt(sample.prompt_turns, prompt, room=most - (longest - prompt))
-            return too_long if kept is None else None
-        drops = overflow in (Overflow.DROP, Overflow.KEEP_ANSWER)
-        if self._units is not UnitKind.NONE and drops:
-            return too_long
-        if drops:
-            return None if any(learned_length(leaf.target) <= most for leaf in leaves) else too_long
-        windows = [window for leaf in leaves for window in plan_windows(leaf, max_length=most, overflow=overflow)]
-        if any(window.num_targets for window in windows):
-            return None
-        what = f"no target within data.max_length={counted(most, 'token')}"
-        return RowDropped("no_target_left", what, address=sample.address)
+        try:
+            cut_sample(sample, max_length=data.max_length, overflow=data.overflow, units=self._units)
+        except RowDropped as lost:
+            return lost
+        return None

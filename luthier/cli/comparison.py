@@ -20,10 +20,7 @@ from luthier.writing import counted, write_text
 if TYPE_CHECKING:
     from luthier.check.diff.runs import EncodedSide, RunDiff
     from luthier.config.draft import Draft
-    from luthier.config.inputs import SourceConfig
-    from luthier.config.schema import RunConfig
     from luthier.prediction.comparing import PredictionComparison
-    from luthier.sources.source import Source
 
 ConfigA = Annotated[
     str, typer.Argument(metavar="A.yaml", help="The run description to start from.", show_default=False)
@@ -68,15 +65,12 @@ def diff(
 
         given_a, given_b = [*(overrides or ())], [*(overrides or ()), *(only_b or ())]
         draft_a, draft_b = load_draft(a, given_a), load_draft(b, given_b)
-        found = _compare(
-            _side(" ".join([a, *given_a]), draft_a),
-            _side(" ".join([b, *given_b]), draft_b),
-            sample=sample,
-            num_shown=rows,
-            console=output.console,
-        )
+        from luthier.check.diff.runs import diff_runs
         from luthier.check.diff.terminal import diff_report
 
+        side_a, side_b = _side(" ".join([a, *given_a]), draft_a), _side(" ".join([b, *given_b]), draft_b)
+        with _progress(output.console, wanted=draft_a.config.tracking.progress) as on_progress:
+            found = diff_runs(side_a, side_b, sample=sample, num_shown=rows, on_progress=on_progress)
         output.console.print(diff_report(found))
         if html is not None:
             from luthier.check.diff.terminal import diff_html
@@ -161,47 +155,19 @@ def _short(difference: float) -> str:
     return f"{difference:+,.0f}" if 100 <= abs(difference) < 1e9 else f"{difference:+.2g}"
 
 
-def _side(name: str, draft: Draft) -> tuple[EncodedSide, list[Source]]:
+def _side(name: str, draft: Draft) -> EncodedSide:
     """One of the two runs, with its data; what is wrong with it is told with the lines of its own file."""
     from luthier.check.diff.runs import EncodedSide
     from luthier.encoding.encoder import Encoder
-
-    with draft.placing():
-        encoder = Encoder.from_config(draft.config)
-        return EncodedSide(name=name, config=draft.config, encoder=encoder), _sources(draft.config)
-
-
-def _compare(
-    side_a: tuple[EncodedSide, list[Source]],
-    side_b: tuple[EncodedSide, list[Source]],
-    *,
-    sample: int | None,
-    num_shown: int,
-    console: Console,
-) -> RunDiff:
-    from luthier.check.diff.runs import changed_settings, diff_runs
-
-    (a, sources_a), (b, sources_b) = side_a, side_b
-    with _progress(console, wanted=a.config.tracking.progress) as on_progress:
-        return diff_runs(
-            a,
-            b,
-            (sources_a, sources_b),
-            settings=changed_settings(a.config, b.config),
-            sample=sample,
-            num_shown=num_shown,
-            on_progress=on_progress,
-        )
-
-
-def _sources(config: RunConfig) -> list[Source]:
-    """The training data of a run, and its evaluation data."""
     from luthier.sources.origins import resolve_sources
     from luthier.sources.source import open_sources
 
-    train, evaluation = resolve_sources(config.data)
-    configs: list[SourceConfig] = [*train, *evaluation]
-    return open_sources(configs, seed=config.runtime.seed)
+    config = draft.config
+    with draft.placing():
+        encoder = Encoder.from_config(config)
+        train, evaluation = resolve_sources(config.data)
+        sources = open_sources([*train, *evaluation], seed=config.runtime.seed)
+        return EncodedSide(name=name, config=config, encoder=encoder, sources=sources)
 
 
 def _as_json(found: RunDiff) -> dict[str, object]:

@@ -377,21 +377,25 @@ def _offload(draft: Draft) -> Iterator[Problem]:
 
 
 def _on_cpu(draft: Draft) -> Iterator[Problem]:
+    if draft.config.runtime.device == "cpu":
+        yield from without_gpu(draft, f"{draft.cite('runtime.device')} is cpu")
+
+
+def without_gpu(draft: Draft, why: str) -> Iterator[Problem]:
+    """What cannot be done without a GPU; ``why`` there is none."""
     config = draft.config
-    if config.runtime.device != "cpu":
-        return
-    on_cpu = f"{draft.cite('runtime.device')} is cpu"
     if config.train.precision is choices.Precision.FP16:
-        yield draft.problem("train.precision", f"fp16 needs a GPU, and {on_cpu}", "set train.precision: bf16 or fp32")
+        what = f"fp16 needs a GPU, and {why}"
+        yield draft.problem("train.precision", what, "set train.precision: auto, bf16 or fp32")
     attention = str(config.model.attn_implementation)
     if attention.startswith(("flash_attention", "flex_attention")):
-        what = f"{attention} needs a GPU, and {on_cpu}"
-        yield draft.problem("model.attn_implementation", what, "set model.attn_implementation: sdpa")
+        what = f"{attention} needs a GPU, and {why}"
+        yield draft.problem("model.attn_implementation", what, "set model.attn_implementation: auto")
     if config.model.use_liger_kernel is True:
-        what = f"Liger's kernels need a GPU, and {on_cpu}"
+        what = f"Liger's kernels need a GPU, and {why}"
         yield draft.problem("model.use_liger_kernel", what, "set model.use_liger_kernel: auto")
     if str(config.train.optim).startswith("paged_"):
-        what = f"{config.train.optim} pages memory of a GPU, and {on_cpu}"
+        what = f"{config.train.optim} pages memory of a GPU, and {why}"
         yield draft.problem("train.optim", what, "set train.optim: adamw_torch")
 
 

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from luthier.config.choices import DATA_PRESETS, MODEL_PRESETS, HeadKernel, Precision, QuantizationType
+from luthier.config.choices import DATA_PRESETS, MODEL_PRESETS, HeadKernel, QuantizationType
+from luthier.config.conflicts import without_gpu
 from luthier.config.draft import Draft
 from luthier.config.explain import nearest
 from luthier.config.inputs import SourceConfig
@@ -378,35 +379,19 @@ def _further_packages(draft: Draft) -> Iterator[Problem]:
 
 
 def _attention(draft: Draft) -> Iterator[Problem]:
-    asked = str(draft.config.model.attn_implementation)
-    if draft.config.runtime.device == "cpu":
-        return  # refused by a rule between keys
-    if asked.startswith(("flash_attention", "flex_attention")) and (why := gpu_is_absent()):
-        what = f"{asked} needs a GPU, and {why}"
-        yield draft.problem("model.attn_implementation", what, "set model.attn_implementation: auto")
-    elif asked in FLASH_PACKAGES and not is_installed(FLASH_PACKAGES[asked][0]):
-        package = FLASH_PACKAGES[asked][1]
+    asked, has_gpu = draft.config.model.attn_implementation, gpu_is_absent() is None
+    module, package = FLASH_PACKAGES.get(asked, ("", ""))
+    if module and has_gpu and draft.config.runtime.device != "cpu" and not is_installed(module):
         hint = f"pip install {package} --no-build-isolation; or set model.attn_implementation: auto"
         yield draft.problem("model.attn_implementation", f"{asked} needs {package}, not installed here", hint)
 
 
 def _device(draft: Draft) -> Iterator[Problem]:
-    config, why = draft.config, gpu_is_absent()
-    if why is None:
-        return
-    if config.runtime.device == "cuda":
+    why, device = gpu_is_absent(), draft.config.runtime.device
+    if why is not None and device == "cuda":
         yield draft.problem("runtime.device", f"a GPU is asked for, and {why}", "set runtime.device: auto, or cpu")
-    if config.runtime.device == "cpu":
-        return  # what a CPU cannot do is refused by a rule between keys
-    if config.train.precision is Precision.FP16:
-        yield draft.problem(
-            "train.precision", f"fp16 needs a GPU, and {why}", "set train.precision: auto, bf16 or fp32"
-        )
-    if config.model.use_liger_kernel is True:
-        yield draft.problem("model.use_liger_kernel", f"Liger's kernels need a GPU, and {why}", "set it to auto")
-    if str(config.train.optim).startswith("paged_"):
-        what = f"{config.train.optim} pages memory of a GPU, and {why}"
-        yield draft.problem("train.optim", what, "set train.optim: adamw_torch")
+    if why is not None and device != "cpu":  # else it is refused by a rule between keys
+        yield from without_gpu(draft, why)
 
 
 def _compiler(draft: Draft) -> Iterator[Problem]:

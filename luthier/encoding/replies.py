@@ -28,7 +28,7 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError, TemplateError
 from luthier.records import Conversation, MediaPiece, Message, Piece, Text, TextPiece
 from luthier.rendering.render import Renderer
-from luthier.rendering.replies import ReplyDelta, ReplyForm, joined
+from luthier.rendering.replies import ReplyDelta, ReplyForm, joined_deltas
 from luthier.rendering.replies.learning import TEXT, THINKING, TOOLS, learn_replies
 from luthier.rendering.replies.scanner import ReplyScanner
 from luthier.rendering.targets import TargetPolicy
@@ -69,7 +69,7 @@ def parse_reply(
     reader = ReplyReader(
         tokenizer, tools=tools, template_kwargs=template_kwargs, prompt=prompt, stop_strings=stop_strings
     )
-    return joined([reader.feed(ids), reader.close()]).message
+    return joined_deltas([reader.feed(ids), reader.close()]).message
 
 
 class ReplyReader:
@@ -108,12 +108,12 @@ class ReplyReader:
 
     def feed(self, ids: SomeIds) -> ReplyDelta:
         """What some more ids add to the reply. Behind a stop token there is nothing more."""
-        return joined([self._scanner.feed(self._cutter.cut(signed)) for signed in self._pieces(ids)])
+        return joined_deltas([self._scanner.feed(self._cutter.cut(signed)) for signed in self._pieces(ids)])
 
     def close(self) -> ReplyDelta:
         """What is left when the model has stopped."""
         left = self._cutter.cut(self._decoder.flush(), is_last=True)
-        return joined([self._scanner.feed(left), self._scanner.close()])
+        return joined_deltas([self._scanner.feed(left), self._scanner.close()])
 
     def _pieces(self, ids: SomeIds) -> Iterable[str]:
         for number in map(int, ids):

@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from typing import Any, Unpack
+from dataclasses import dataclass, field
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
-from luthier.config.choices import MixtureBy, Overflow
+from luthier.collation import CollateSettings, MediaInputs
+from luthier.config.choices import MixtureBy, Overflow, Packing
 from luthier.config.loading import RunDescription, load_draft
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
+from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import CheckpointError, UserError
 from luthier.ledger import Ledger
-from luthier.loader.numbered_rows import RowTable
+from luthier.loader.numbered_rows import NumberedRows
 from luthier.loader.plan import StreamPlan
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader, PlannedMicroBatch
-from luthier.loader.settings import LoaderOptions, LoaderSettings, loader_options, order_of_run
+from luthier.loader.settings import media_of, order_of_run, units_of
 from luthier.loader.stream_state import LoaderState, RowTrail, StateScalar
-from luthier.packing import SegmentTable, UnitKind
+from luthier.media.families import PackingSupport
+from luthier.packing import PlanSettings, SegmentTable, UnitKind
 from luthier.packing.order import MixtureSettings, RowOrder
 from luthier.plugins import refuse_in_workers
 from luthier.preparation import Prepared, PreparedSet, Quarantine
@@ -35,6 +39,131 @@ from luthier.preparation.prepare import lost_rows_of, prepare
 from luthier.preparation.segments import SegmentIndex
 from luthier.records import Batch, Ints
 from luthier.writing import counted
+
+# TODO(loader-split): packs that cut segments themselves
+PACKINGS = tuple(packing.value for packing in Packing if packing != "split")
+
+
+class LoaderOptions(TypedDict, total=False):
+    """The options of a `luthier.Loader`; where they have a twin in a run description, they mean the same.
+
+    max_length                   tokens per row of a batch; needed
+    packing                      ``best_fit`` (default), ``window``: sequences share rows, isolated from each other;
+                                 ``none``: one sequence a row, padded
+    overflow                     sequences over ``max_length``: ``drop`` (default), ``truncate``, ``split``, ``error``
+    batch_size                   rows per batch (1)
+    gradient_accumulation_steps  batches per optimizer step on each rank (1)
+    seed                         fixes the order of everything (42)
+    rank, world_size             this process among those that train together (as torchrun says, else 0 and 1)
+    num_workers                  processes that read ahead (0: none)
+    pad_token_id                 any id that the model has (0)
+    varlen                       add what FlashAttention's varlen kernels take (False)
+    pad_to_multiple_of           rows are as long as the longest, rounded up to this (1)
+    units                        what of a row is compared and stays together: ``none`` (default), ``pairs``,
+                                 ``rewards`` (pairs for a reward model), ``feedback``, ``feedback_kl`` (`Batch.units`).
+                                 A packed row has room for a whole unit, ``2 * max_length``; ``batch_size`` counts units
+                                 where rows are padded
+    shared                       sequences of a row hold once what they begin with in common (False): the prompt of a
+                                 pair, earlier turns; see `Batch.branches`
+    media                        of a multimodal model: `luthier.media_inputs` (None)
+    """
+
+    max_length: int
+    packing: str
+    overflow: str
+    batch_size: int
+    gradient_accumulation_steps: int
+    seed: int
+    rank: int
+    world_size: int
+    num_workers: int
+    pad_token_id: int
+    varlen: bool
+    pad_to_multiple_of: int
+    units: str
+    shared: bool
+    media: MediaInputs | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderSettings:
+    """`LoaderOptions` with their defaults. Raises `UserError` for what cannot be."""
+
+    max_length: int
+    packing: str = "best_fit"
+    overflow: str = "drop"
+    batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    seed: int = 42
+    rank: int = field(default_factory=lambda: int(os.environ.get("RANK", "0")))
+    world_size: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
+    num_workers: int = 0
+    pad_token_id: int = 0
+    varlen: bool = False
+    pad_to_multiple_of: int = 1
+    units: str = "none"
+    shared: bool = False
+    media: MediaInputs | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "batch_size", "gradient_accumulation_steps", "world_size", "pad_to_multiple_of"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("seed", "num_workers", "pad_token_id"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} must be at least 0, not {getattr(self, name)}")
+        if not 0 <= self.rank < self.world_size:
+            raise UserError(f"rank must be from 0 to {self.world_size - 1} (world_size - 1), not {self.rank}")
+        if self.packing not in PACKINGS:
+            raise UserError(f"packing must be one of {', '.join(PACKINGS)}, not {self.packing!r}")
+        if self.overflow not in list(Overflow):
+            raise UserError(f"overflow must be one of {', '.join(Overflow)}, not {self.overflow!r}")
+        if self.varlen and self.packing == Packing.NONE:
+            raise UserError("varlen is for packed rows", hint="leave it out, or set packing='best_fit'")
+        if self.units not in list(UnitKind):
+            raise UserError(f"units must be one of {', '.join(UnitKind)}, not {self.units!r}")
+        if self.shared and (self.units == UnitKind.FEEDBACK or self.packing == Packing.NONE or self.varlen):
+            raise UserError(
+                "shared needs packed rows without varlen, and units other than feedback",
+                hint="set packing='best_fit' and varlen=False, or leave shared out",
+            )
+
+    @property
+    def collation(self) -> CollateSettings:
+        """How packs become tensors."""
+        return CollateSettings(
+            packed=self.packing != Packing.NONE,
+            pad_token_id=self.pad_token_id,
+            varlen=self.varlen,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+        )
+
+    @property
+    def plan(self) -> PlanSettings:
+        """What decides the order of an epoch."""
+        return PlanSettings(
+            packing=Packing(self.packing),
+            capacity=self.max_length * UnitKind(self.units).size,
+            rows_per_micro_batch=self.batch_size,
+            micro_batches_per_step=self.gradient_accumulation_steps * self.world_size,
+            num_ranks=self.world_size,
+            seed=self.seed,
+            units=UnitKind(self.units),
+            shared=self.shared,
+        )
+
+    @property
+    def decisive(self) -> dict[str, str | int | float | bool | None]:
+        """What must be the same for the stream to be the same, beside the seed and the data."""
+        return {
+            "max_length": self.max_length,
+            "packing": self.packing,
+            "overflow": self.overflow,
+            **({} if self.units == UnitKind.NONE else {"units": self.units}),
+            **({"shared": self.shared} if self.shared or self.units != UnitKind.NONE else {}),
+            "batch_size": self.batch_size,
+            "batches per step (gradient_accumulation_steps x world_size)": self.plan.micro_batches_per_step,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -107,7 +236,7 @@ class Loader:
                 f"no row is left at max_length={settings.max_length}", hint="raise max_length, or set overflow='split'"
             )
         self._table = self._segments.table()
-        of_run = RowTable.of_index(self._segments)
+        of_run = NumberedRows.of_index(self._segments)
         order = _order(of_run, settings) if config is None else order_of_run(config, of_run, settings.plan)
         self._plan = StreamPlan(of_run, settings.plan, order)
         self._decisive = {**settings.decisive, **_shares(order.mixture)}
@@ -286,7 +415,7 @@ def _of_run(
         return draft.config, prepare(draft.config, encoder, quarantine=lost).train, options, lost
 
 
-def _order(rows: RowTable, settings: LoaderSettings) -> RowOrder:
+def _order(rows: NumberedRows, settings: LoaderSettings) -> RowOrder:
     mixture = MixtureSettings(weights=rows.weights)
     return RowOrder(counts=rows.counts, mixture=mixture, seed=settings.seed, held_out=rows.held_out)
 
@@ -308,3 +437,47 @@ def _identity(rows: PreparedSet, table: SegmentTable) -> str:
         digest.update(rows.numbering.rows.tobytes() + repr(rows.numbering.counts).encode())
     digest.update(repr(table.source_weights).encode())
     return digest.hexdigest()[:32]
+
+
+def loader_options(config: RunConfig, tokenizer: Tokenizer) -> LoaderOptions:
+    """What a `luthier.Loader` is told of a run, so that its epochs have the batches of the run's training.
+
+    ``shared`` is left at False: only a model that Luthier itself has loaded keeps the branches of a tree apart; where
+    training shares prompts, more rows fit into its packs. Raises `UserError` for what no loader does: answers that the
+    model draws, steps of ``train.tokens_per_step``, rows cut into full packs.
+    """
+    if config.objective.kind.on_policy:
+        raise UserError(
+            f"under objective {config.objective.name} the model answers the rows while it trains, and luthier.Loader "
+            "gives no such answers",
+            hint="train with luthier.train, or take the rows' own answers: objective sft",
+            key="objective",
+        )
+    if config.train.tokens_per_step is not None:
+        raise UserError(
+            "luthier.Loader gives every step the same number of batches, and train.tokens_per_step asks for as many as "
+            f"{counted(config.train.tokens_per_step, 'token takes', 'tokens take')}",
+            hint="set train.gradient_accumulation_steps instead",
+            key="train.tokens_per_step",
+        )
+    if config.train.packing is Packing.SPLIT:
+        raise UserError(
+            "luthier.Loader cuts no rows into full packs, which train.packing: split asks for",
+            hint="set train.packing: best_fit, window or none",
+            key="train.packing",
+        )
+    media = media_of(config, tokenizer.files.folder)
+    is_padded = media is not None and media.processor.family.packing is PackingSupport.PADDED
+    return LoaderOptions(
+        max_length=config.data.max_length,
+        packing=Packing.NONE if is_padded else config.train.packing,
+        overflow=config.data.overflow,
+        batch_size=config.train.per_device_train_batch_size,
+        gradient_accumulation_steps=config.train.gradient_accumulation_steps,
+        seed=config.runtime.seed,
+        num_workers=config.runtime.dataloader_num_workers,
+        pad_token_id=tokenizer.pad_token_id,
+        pad_to_multiple_of=config.train.pad_to_multiple_of,
+        units=units_of(config),
+        media=media,
+    )

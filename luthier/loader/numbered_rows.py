@@ -29,7 +29,7 @@ from luthier.store import SampleStore
 _COLUMNS = np.dtype([("place", PLACE), ("row", "<i8"), ("key", "<u8")])
 
 
-class RowTable:
+class NumberedRows:
     """The rows of one side of a run's data, and their segments, numbered as they came.
 
     counts   rows of each source, the lost ones among them: rows are numbered source by source
@@ -111,7 +111,7 @@ class RowTable:
 
     @property
     def store(self) -> SampleStore:
-        """See `RowTable`."""
+        """See `NumberedRows`."""
         assert self._store is not None, "these segments are in memory"
         return self._store
 
@@ -241,7 +241,7 @@ class ArrivalSettings:
     asked: bool = False
 
 
-class ArrivingRows(RowTable):
+class ArrivingRows(NumberedRows):
     """Rows that arrive while training runs, in portions that are resolved one by one."""
 
     all_here = False

@@ -25,7 +25,7 @@ from dataclasses import replace
 import numpy as np
 
 from luthier.loader import stream_state
-from luthier.loader.numbered_rows import RowTable
+from luthier.loader.numbered_rows import NumberedRows
 from luthier.loader.reader import PlannedMicroBatch
 from luthier.packing import Planned, PlanSettings, join, sums
 from luthier.packing.epoch import EpochPlan, plan_epoch
@@ -53,7 +53,7 @@ class StreamPlan:
 
     def __init__(
         self,
-        rows: RowTable,
+        rows: NumberedRows,
         settings: PlanSettings,
         order: RowOrder,
         *,

@@ -26,14 +26,13 @@ from typing import Self
 from luthier import errors
 from luthier.collation import MediaInputs
 from luthier.errors import LoaderError, UserError
-from luthier.loader.reader import (
+from luthier.loader.reader import BatchReader, PlannedMicroBatch
+from luthier.loader.worker import (
     Answer,
-    BatchReader,
     Done,
     Failed,
     Frames,
     MediaSetup,
-    PlannedMicroBatch,
     Ready,
     Setup,
     SharedArrays,

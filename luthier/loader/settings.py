@@ -1,32 +1,28 @@
-"""How data is planned: what a `luthier.Loader` is told, checked, and what a run says. Rows are loaded here, too."""
+"""How a run plans its data, what is known of that before a row is encoded, and its rows, loaded."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypedDict
 
 import numpy as np
 
-from luthier.collation import CollateSettings, MediaInputs
+from luthier.collation import MediaInputs
 from luthier.config.choices import MixtureBy, Overflow, Packing, RowKind
 from luthier.config.draft import Draft
 from luthier.config.machine import is_installed
 from luthier.config.schema import RunConfig, TrainConfig
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import Problem, SourceError, UserError
-from luthier.loader.numbered_rows import RowTable
+from luthier.loader.numbered_rows import NumberedRows
 from luthier.loader.plan import StreamPlan
 from luthier.loader.stream_state import LoaderState
 from luthier.media import MediaSource
-from luthier.media.families import PackingSupport
 from luthier.metrics import metrics_of_answers
 from luthier.packing import PlanSettings, Segments, UnitKind, held_tokens
 from luthier.packing.order import MixtureSettings, RowOrder, check_mixture, rows_trained
@@ -38,134 +34,6 @@ from luthier.rewards.judging import RewardJudge, check_columns
 from luthier.sources.origins import HUB, MODELSCOPE, resolve_sources
 from luthier.sources.source import Source, open_sources
 from luthier.writing import counted
-
-# TODO(loader-split): packs that cut segments themselves
-PACKINGS = tuple(packing.value for packing in Packing if packing != "split")
-
-
-class LoaderOptions(TypedDict, total=False):
-    """The options of a `luthier.Loader`; where they have a twin in a run description, they mean the same.
-
-    max_length                   tokens per row of a batch; needed
-    packing                      ``best_fit`` (default), ``window``: sequences share rows, isolated from each other;
-                                 ``none``: one sequence a row, padded
-    overflow                     sequences over ``max_length``: ``drop`` (default), ``truncate``, ``split``, ``error``
-    batch_size                   rows per batch (1)
-    gradient_accumulation_steps  batches per optimizer step on each rank (1)
-    seed                         fixes the order of everything (42)
-    rank, world_size             this process among those that train together (as torchrun says, else 0 and 1)
-    num_workers                  processes that read ahead (0: none)
-    pad_token_id                 any id that the model has (0)
-    varlen                       add what FlashAttention's varlen kernels take (False)
-    pad_to_multiple_of           rows are as long as the longest, rounded up to this (1)
-    units                        what of a row is compared and stays together: ``none`` (default), ``pairs``,
-                                 ``rewards`` (pairs for a reward model), ``feedback``, ``feedback_kl`` (`Batch.units`).
-                                 A packed row has room for a whole unit, ``2 * max_length``; ``batch_size`` counts units
-                                 where rows are padded
-    shared                       sequences of a row hold once what they begin with in common (False): the prompt of a
-                                 pair, earlier turns; see `Batch.branches`
-    media                        of a multimodal model: `luthier.media_inputs` (None)
-    """
-
-    max_length: int
-    packing: str
-    overflow: str
-    batch_size: int
-    gradient_accumulation_steps: int
-    seed: int
-    rank: int
-    world_size: int
-    num_workers: int
-    pad_token_id: int
-    varlen: bool
-    pad_to_multiple_of: int
-    units: str
-    shared: bool
-    media: MediaInputs | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderSettings:
-    """`LoaderOptions` with their defaults. Raises `UserError` for what cannot be."""
-
-    max_length: int
-    packing: str = "best_fit"
-    overflow: str = "drop"
-    batch_size: int = 1
-    gradient_accumulation_steps: int = 1
-    seed: int = 42
-    rank: int = field(default_factory=lambda: int(os.environ.get("RANK", "0")))
-    world_size: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
-    num_workers: int = 0
-    pad_token_id: int = 0
-    varlen: bool = False
-    pad_to_multiple_of: int = 1
-    units: str = "none"
-    shared: bool = False
-    media: MediaInputs | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_length", "batch_size", "gradient_accumulation_steps", "world_size", "pad_to_multiple_of"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("seed", "num_workers", "pad_token_id"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} must be at least 0, not {getattr(self, name)}")
-        if not 0 <= self.rank < self.world_size:
-            raise UserError(f"rank must be from 0 to {self.world_size - 1} (world_size - 1), not {self.rank}")
-        if self.packing not in PACKINGS:
-            raise UserError(f"packing must be one of {', '.join(PACKINGS)}, not {self.packing!r}")
-        if self.overflow not in list(Overflow):
-            raise UserError(f"overflow must be one of {', '.join(Overflow)}, not {self.overflow!r}")
-        if self.varlen and self.packing == Packing.NONE:
-            raise UserError("varlen is for packed rows", hint="leave it out, or set packing='best_fit'")
-        if self.units not in list(UnitKind):
-            raise UserError(f"units must be one of {', '.join(UnitKind)}, not {self.units!r}")
-        if self.shared and (self.units == UnitKind.FEEDBACK or self.packing == Packing.NONE or self.varlen):
-            raise UserError(
-                "shared needs packed rows without varlen, and units other than feedback",
-                hint="set packing='best_fit' and varlen=False, or leave shared out",
-            )
-
-    @property
-    def collation(self) -> CollateSettings:
-        """How packs become tensors."""
-        return CollateSettings(
-            packed=self.packing != Packing.NONE,
-            pad_token_id=self.pad_token_id,
-            varlen=self.varlen,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-        )
-
-    @property
-    def plan(self) -> PlanSettings:
-        """What decides the order of an epoch."""
-        return PlanSettings(
-            packing=Packing(self.packing),
-            capacity=self.max_length * UnitKind(self.units).size,
-            rows_per_micro_batch=self.batch_size,
-            micro_batches_per_step=self.gradient_accumulation_steps * self.world_size,
-            num_ranks=self.world_size,
-            seed=self.seed,
-            units=UnitKind(self.units),
-            shared=self.shared,
-        )
-
-    @property
-    def decisive(self) -> dict[str, str | int | float | bool | None]:
-        """What must be the same for the stream to be the same, beside the seed and the data."""
-        return {
-            "max_length": self.max_length,
-            "packing": self.packing,
-            "overflow": self.overflow,
-            **({} if self.units == UnitKind.NONE else {"units": self.units}),
-            **({"shared": self.shared} if self.shared or self.units != UnitKind.NONE else {}),
-            "batch_size": self.batch_size,
-            "batches per step (gradient_accumulation_steps x world_size)": self.plan.micro_batches_per_step,
-        }
-
-
-# ------------------------------------------------------------------------------------------------ the settings of a run
 
 
 def units_of(config: RunConfig) -> UnitKind:
@@ -257,7 +125,9 @@ def mixture_of(config: RunConfig, weights: Sequence[float]) -> MixtureSettings:
     return MixtureSettings(weights=tuple(weights), by=mixture.by, temperature=mixture.temperature, stop=mixture.stop)
 
 
-def plan_of_run(config: RunConfig, rows: RowTable, *, num_ranks: int, state: LoaderState | None = None) -> StreamPlan:
+def plan_of_run(
+    config: RunConfig, rows: NumberedRows, *, num_ranks: int, state: LoaderState | None = None
+) -> StreamPlan:
     """All steps of a run over its training rows; ``state``: where it was that goes on here."""
     settings = train_settings(config, num_ranks=num_ranks)
     return StreamPlan(
@@ -270,51 +140,7 @@ def plan_of_run(config: RunConfig, rows: RowTable, *, num_ranks: int, state: Loa
     )
 
 
-def loader_options(config: RunConfig, tokenizer: Tokenizer) -> LoaderOptions:
-    """What a `luthier.Loader` is told of a run, so that its epochs have the batches of the run's training.
-
-    ``shared`` is left at False: only a model that Luthier itself has loaded keeps the branches of a tree apart; where
-    training shares prompts, more rows fit into its packs. Raises `UserError` for what no loader does: answers that the
-    model draws, steps of ``train.tokens_per_step``, rows cut into full packs.
-    """
-    if config.objective.kind.on_policy:
-        raise UserError(
-            f"under objective {config.objective.name} the model answers the rows while it trains, and luthier.Loader "
-            "gives no such answers",
-            hint="train with luthier.train, or take the rows' own answers: objective sft",
-            key="objective",
-        )
-    if config.train.tokens_per_step is not None:
-        raise UserError(
-            "luthier.Loader gives every step the same number of batches, and train.tokens_per_step asks for as many as "
-            f"{counted(config.train.tokens_per_step, 'token takes', 'tokens take')}",
-            hint="set train.gradient_accumulation_steps instead",
-            key="train.tokens_per_step",
-        )
-    if config.train.packing is Packing.SPLIT:
-        raise UserError(
-            "luthier.Loader cuts no rows into full packs, which train.packing: split asks for",
-            hint="set train.packing: best_fit, window or none",
-            key="train.packing",
-        )
-    media = media_of(config, tokenizer.files.folder)
-    is_padded = media is not None and media.processor.family.packing is PackingSupport.PADDED
-    return LoaderOptions(
-        max_length=config.data.max_length,
-        packing=Packing.NONE if is_padded else config.train.packing,
-        overflow=config.data.overflow,
-        batch_size=config.train.per_device_train_batch_size,
-        gradient_accumulation_steps=config.train.gradient_accumulation_steps,
-        seed=config.runtime.seed,
-        num_workers=config.runtime.dataloader_num_workers,
-        pad_token_id=tokenizer.pad_token_id,
-        pad_to_multiple_of=config.train.pad_to_multiple_of,
-        units=units_of(config),
-        media=media,
-    )
-
-
-def order_of_run(config: RunConfig, rows: RowTable, settings: PlanSettings) -> RowOrder:
+def order_of_run(config: RunConfig, rows: NumberedRows, settings: PlanSettings) -> RowOrder:
     """The order of the training rows in every epoch."""
     mixture = mixture_of(config, rows.weights)
     means = _tokens_per_row(rows, settings) if mixture.by is MixtureBy.TOKENS else None
@@ -354,7 +180,7 @@ def _plannable(config: RunConfig) -> UnitKind:
     return units
 
 
-def _tokens_per_row(rows: RowTable, settings: PlanSettings) -> tuple[float, ...]:
+def _tokens_per_row(rows: NumberedRows, settings: PlanSettings) -> tuple[float, ...]:
     """The mean of each source, lost rows counted."""
     table = rows.whole()
     held = held_tokens(table, settings)
@@ -379,6 +205,16 @@ class Loaded:
     seconds: float
 
 
+def cut_rows(config: RunConfig, prepared: Prepared) -> tuple[SegmentIndex, SegmentIndex | None]:
+    """Training and held-out rows as segments of at most ``data.max_length`` tokens. Raises as `SegmentIndex`."""
+    limit, overflow, units = config.data.max_length, config.data.overflow, units_of(config)
+    asked, held_out = config.objective.kind.on_policy, None
+    train = SegmentIndex(prepared.train, max_length=limit, overflow=overflow, units=units, asked=asked)
+    if prepared.eval is not None:
+        held_out = SegmentIndex(prepared.eval, max_length=limit, overflow=overflow, units=units)
+    return train, held_out
+
+
 def load_rows(
     config: RunConfig,
     *,
@@ -390,14 +226,11 @@ def load_rows(
     ``data.max_length``. Rows lost to either are in the list that `lost_rows_of` names. Raises what both raise."""
     started = time.perf_counter()
     encoder = Encoder.from_config(config)
-    limit, overflow, units = config.data.max_length, config.data.overflow, units_of(config)
     with closing(lost_rows_of(config, trains=trains)) as lost:
         prepared = prepare(config, encoder, on_progress=on_progress, ray_address=ray_address, quarantine=lost)
-        asked, held_out = config.objective.kind.on_policy, None
-        train = SegmentIndex(prepared.train, max_length=limit, overflow=overflow, units=units, asked=asked)
+        train, held_out = cut_rows(config, prepared)
         lost.add_all(train.losses(), split="train")
-        if prepared.eval is not None:
-            held_out = SegmentIndex(prepared.eval, max_length=limit, overflow=overflow, units=units)
+        if held_out is not None:
             lost.add_all(held_out.losses(), split="eval")
     return Loaded(
         config=config,

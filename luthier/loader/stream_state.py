@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import MixtureBy, Packing
 from luthier.errors import CheckpointError, UserError
-from luthier.loader.numbered_rows import RowTable
+from luthier.loader.numbered_rows import NumberedRows
 from luthier.packing import Planned, PlanSettings, UnitKind
 from luthier.packing.epoch import count_by_source
 from luthier.packing.order import EpochOrder, MixtureSettings, RowOrder
@@ -296,7 +296,7 @@ class StepWindow:
         return tuple(tuple(packs[a:b]) for a, b in itertools.pairwise(planned.batch_bounds.tolist()))
 
 
-def count_taken(rows: RowTable, settings: PlanSettings, window: StepWindow, first: int, stop: int) -> Ints:
+def count_taken(rows: NumberedRows, settings: PlanSettings, window: StepWindow, first: int, stop: int) -> Ints:
     """int64[S, 4]: rows, segments, tokens and targets that the steps ``first:stop`` of a window take of each source."""
     members, planned = window.members(first, stop), window.planned
     table = rows.table(planned.segment_ids[members])
@@ -320,7 +320,7 @@ def waiting_in(planner: EpochPlanner, open_: Planned | None) -> Ints:
     return np.stack([table["position"], table["ordinal"].astype(np.int64)], axis=1)
 
 
-def rows_seen_before(rows: RowTable, order: RowOrder, window: StepWindow) -> NDArray[np.bool_]:
+def rows_seen_before(rows: NumberedRows, order: RowOrder, window: StepWindow) -> NDArray[np.bool_]:
     """Which rows, by number, the steps before a window have seen a segment of."""
     seen = np.zeros(order.num_rows, dtype=np.bool_)
     for epoch in range(window.before.epoch):

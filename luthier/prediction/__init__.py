@@ -39,7 +39,7 @@ from luthier.models.adapter_files import load_to_answer, merge_first
 from luthier.models.model import is_reward_model, load_model, quantize_whole, run_device
 from luthier.models.vocabulary import Vocabulary
 from luthier.records import Conversation, Message, Text, ToolCall
-from luthier.rendering.replies import ReplyDelta, joined
+from luthier.rendering.replies import ReplyDelta, joined_deltas
 from luthier.rendering.trained_turns import THINKING_SWITCHES
 from luthier.sources.formats import offered_tools
 from luthier.sources.formats.turns import as_row
@@ -287,7 +287,7 @@ class Dialogue:
 
     def __post_init__(self) -> None:
         template, self.tools = self.run.encoder.tokenizer.template, offered_tools(self.tools)
-        if self.tools and template is not None and "tools" not in template.variables:
+        if self.tools and template is not None and not template.shows_tools:
             hint = "offer no tools, or choose another template (template.chat_template)"
             raise TemplateError("the chat template of this model shows it no tools", hint=hint)
         self._reader(np.zeros(0, dtype=np.int32))
@@ -341,7 +341,7 @@ class Dialogue:
         finally:
             self._session.cancel(key)
         tell(reader.close())
-        whole = joined(deltas)
+        whole = joined_deltas(deltas)
         message = whole.message
         calls = (replace(p, id=p.id or f"call{n:05d}") if isinstance(p, ToolCall) else p
                  for n, p in enumerate(message.parts, len(self.messages) * 100))  # fmt: skip

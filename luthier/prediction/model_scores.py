@@ -21,7 +21,7 @@ from luthier.config.schema import RunConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines.json_client import AnswerScorer, JudgedAnswer, Judgement, as_read
 from luthier.errors import UserError
-from luthier.loader.numbered_rows import RowTable
+from luthier.loader.numbered_rows import NumberedRows
 from luthier.loader.settings import eval_settings
 from luthier.metrics import Answered, RowLoss
 from luthier.models import learned_positions, plain_model
@@ -196,7 +196,7 @@ def row_losses(
         media=run_model.media,
         autocast=AUTOCAST_DTYPES.get(run_precision(config)),
     )
-    rows = RowTable.of_segments(segments, described)
+    rows = NumberedRows.of_segments(segments, described)
     stream = EvalStream.of_segments(segments, rows, eval_settings(config), how, rank=0, media=run_model.media)
     losses = TokenLosses(forward=model_pass(parts, lambda text: None), num_sources=len(number_of))
     sums = LossSums(tuple(number_of), losses.measured, device)

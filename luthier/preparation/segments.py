@@ -13,11 +13,11 @@ from luthier.config.choices import Overflow
 from luthier.encoding.shortening import END_LEFT_OUT
 from luthier.errors import RowDropped, UserError
 from luthier.layout import cut_prompt, leaf_segment, span_of, splice
-from luthier.layout.cutting import SegmentCut, learned_length, plan_windows, take_window
+from luthier.layout.cutting import SegmentCut, cut_segment, learned_length, plan_windows, take_window
 from luthier.ledger import Ledger
 from luthier.packing import PATCH_COST, SegmentTable, UnitKind, completion_room
 from luthier.preparation import PreparedSet
-from luthier.records import Ints, Segment
+from luthier.records import Address, Ints, Sample, Segment
 from luthier.store.format import QUESTION, joined
 from luthier.writing import counted
 
@@ -384,12 +384,7 @@ def cut_units(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflo
         case Overflow.ERROR:
             if too_long.any():
                 row = int(np.argmax(too_long))
-                longest = int(ends[leaves.row == row].max())
-                raise UserError(
-                    f"{prepared.address(row)}: prompt and continuation have {counted(longest, 'token')}, "
-                    f"data.max_length is {max_length}",
-                    hint="raise data.max_length, or set data.overflow to drop or truncate",
-                )
+                raise _too_long(prepared.address(row), int(ends[leaves.row == row].max()), max_length)
         case Overflow.DROP | Overflow.KEEP_ANSWER if not cuts_prompts(overflow, units):
             pass
         case Overflow.TRUNCATE | Overflow.KEEP_ANSWER:
@@ -405,6 +400,47 @@ def cut_units(prepared: PreparedSet, leaves: Leaves, *, max_length: int, overflo
         case _:
             raise AssertionError(f"unknown overflow policy {overflow!r}")
     return cuts
+
+
+def cut_sample(sample: Sample, *, max_length: int, overflow: Overflow, units: UnitKind) -> list[Segment]:
+    """The segments of one row, as a `SegmentIndex` has them. Raises `RowDropped` if nothing is left, `UserError` as it
+    does."""
+    kept: list[Segment] = []
+    lost: RowDropped | None = None
+    leaves, prompt = list(sample.segments()), sample.branches[0].length
+    if units is UnitKind.NONE:
+        for leaf in leaves:
+            try:
+                kept += cut_segment(leaf, max_length=max_length, overflow=overflow)
+            except RowDropped as error:
+                lost = lost or error
+        if lost is not None and not kept:
+            raise lost
+        return kept
+    to_end = units is UnitKind.REWARDS
+    ends = [len(leaf) if to_end or len(leaf) <= max_length else learned_length(leaf.target) for leaf in leaves]
+    head, start, room = 0, 0, max_length - (max(ends) - prompt)
+    if room < prompt:
+        left = cut_prompt(sample.prompt_turns, prompt, room=room) if cuts_prompts(overflow, units) else None
+        if overflow is Overflow.ERROR:
+            raise _too_long(sample.address, max(ends), max_length)
+        if left is None:
+            detail = f"{counted(max(ends), 'token')}, data.max_length is {max_length}"
+            raise RowDropped("too_long", detail, address=sample.address)
+        head, start = left
+    return [
+        take_window(
+            leaf, SegmentCut(head=head, start=start, stop=end, open_end=False, num_targets=int(leaf.target.sum()))
+        )
+        for leaf, end in zip(leaves, ends, strict=True)
+    ]
+
+
+def _too_long(address: Address, longest: int, max_length: int) -> UserError:
+    return UserError(
+        f"{address}: prompt and continuation have {counted(longest, 'token')}, data.max_length is {max_length}",
+        hint="raise data.max_length, or set data.overflow to drop or truncate",
+    )
 
 
 def cuts_prompts(overflow: Overflow, units: UnitKind) -> bool:

@@ -243,7 +243,7 @@ class Renderer:
         """The row with the run's system message and rules, and thinking as the template takes it."""
         messages = other_rows.with_system(row.messages, self.policy.default_system)
         row = apply_rules(row if messages is row.messages else replace(row, messages=messages), self.policy.rules)
-        if row.tools and "tools" not in template.variables:
+        if row.tools and not template.shows_tools:
             row = replace(row, notes=(*row.notes, (other_rows.TOOLS_UNSHOWN, 1)))
         thoughts = thoughts_of(row.messages)
         written = [thought for thought in thoughts if thought.written is not None]

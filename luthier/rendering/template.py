@@ -178,6 +178,11 @@ class ChatTemplate:
         return variables_of(self._tree)
 
     @property
+    def shows_tools(self) -> bool:
+        """Whether the template looks at the tools that are offered."""
+        return "tools" in self.variables
+
+    @property
     def clock_note(self) -> str | None:
         """What to know of its clock, in a sentence; None: it has none."""
         return self.settings.clock_note(self.source, self.variables, self.kwargs.keys())
@@ -185,7 +190,9 @@ class ChatTemplate:
     @functools.cached_property
     def literals(self) -> str:
         """All text that the template can write by itself, pieces joined by NUL."""
-        return _literals(self._tree)
+        constants = (node.value for node in self._tree.find_all(nodes.Const))
+        texts = [node.data for node in self._tree.find_all(nodes.TemplateData)]
+        return "\0".join([*texts, *(each for each in constants if isinstance(each, str))])
 
     @functools.cached_property
     def reads_thinking(self) -> bool:
@@ -446,13 +453,6 @@ class ChatTemplate:
 
     def _arguments(self, kwargs: Mapping[str, object]) -> dict[str, object]:
         return {**self.special_tokens, "documents": None, **self.kwargs, **kwargs}
-
-
-@functools.lru_cache(maxsize=64)
-def _literals(tree: nodes.Template) -> str:
-    constants = (node.value for node in tree.find_all(nodes.Const))
-    texts = [node.data for node in tree.find_all(nodes.TemplateData)]
-    return "\0".join([*texts, *(each for each in constants if isinstance(each, str))])
 
 
 def _refusing(make: Callable[[], _Made]) -> _Made:

@@ -20,8 +20,7 @@ from luthier.encoding.replies import ReplyReader, StopCutter, reply_form
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines import Finish, Ids, NewTokens, Refusal, Request, Session, WeightsName
 from luthier.errors import TemplateError
-from luthier.rendering.replies import ReplyDelta
-from luthier.rendering.replies import joined as deltas_joined
+from luthier.rendering.replies import ReplyDelta, joined_deltas
 from luthier.rendering.replies.learning import TEXT
 from luthier.serve import ChatBody, CompletionBody, RefusedRequest, SamplingBody, texts_of
 from luthier.serve.gate import Counts
@@ -256,7 +255,7 @@ class MessageReader:
     def feed(self, new: NewTokens) -> ReplyDelta:
         """What the tokens add. A call comes as it is drawn (`ReplyDelta.call_pieces`)."""
         delta = self._reader.feed(new.ids[:-1] if new.finish is Finish.STOP else new.ids)
-        return delta if new.finish is None else deltas_joined([delta, self._reader.close()])
+        return delta if new.finish is None else joined_deltas([delta, self._reader.close()])
 
 
 class TextReader:
@@ -313,7 +312,7 @@ def reader_of(
         raise RefusedRequest(400, error.message, code="unreadable_reply", param=param, hint=error.hint) from None
 
 
-def joined(tokens: Sequence[NewTokens]) -> NewTokens:
+def joined_tokens(tokens: Sequence[NewTokens]) -> NewTokens:
     """All that was told of one answer as if it had been told at once."""
     return replace(
         tokens[-1],

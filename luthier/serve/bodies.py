@@ -14,7 +14,7 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines import Finish, NewTokens, Request, WeightsName
 from luthier.rendering.replies import CallPiece, ReplyDelta, joined_pieces
 from luthier.serve import RefusedRequest
-from luthier.serve.asking import HALF_CHARACTER, AnswerReader, Asker, joined, too_late
+from luthier.serve.asking import HALF_CHARACTER, AnswerReader, Asker, joined_tokens, too_late
 from luthier.writing import JsonObject
 
 FINISHES = {Finish.STOP: "stop", Finish.STRING: "stop", Finish.LENGTH: "length"}
@@ -108,7 +108,7 @@ class Teller:
             raise too_late(self.answers.limits.timeout) from None
         choices = []
         for number, pieces in enumerate(told):
-            answer = joined(pieces) if pieces else None
+            answer = joined_tokens(pieces) if pieces else None
             delta = ReplyDelta() if answer is None else asked.readers[number].feed(answer)
             choices.append(self._choice(asked, number, delta, answer, echo=asked.echo(number)))
         count = sum(len(new.ids) for pieces in told for new in pieces)

@@ -199,7 +199,7 @@ class Histories:
     ) -> None:
         """Raises `RefusedRequest` for tools and calls that the chat template would leave out of the prompt."""
         template = self.encoder.renderer.template
-        if tools and template is not None and "tools" not in template.variables:
+        if tools and template is not None and not template.shows_tools:
             what, hint = (
                 "the chat template of this model shows it no tools",
                 "leave them out, or serve another template",

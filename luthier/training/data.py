@@ -17,8 +17,8 @@ from luthier.config.schema import RunConfig
 from luthier.errors import UserError
 from luthier.ledger import HELD_OUT, Ledger
 from luthier.loader.feed import FeedReader
-from luthier.loader.numbered_rows import ArrivalSettings, ArrivingRows, RowTable
-from luthier.loader.settings import mixture_of, units_of
+from luthier.loader.numbered_rows import ArrivalSettings, ArrivingRows, NumberedRows
+from luthier.loader.settings import cut_rows, mixture_of
 from luthier.packing import Segments, SegmentTable, UnitKind
 from luthier.packing.epoch import EpochPlan, describe
 from luthier.packing.order import hold_out_part
@@ -41,9 +41,9 @@ class RunData:
     """
 
     train: Segments
-    rows: RowTable
+    rows: NumberedRows
     eval: Segments | None
-    eval_rows: RowTable | None
+    eval_rows: NumberedRows | None
     fingerprint: str
     names: tuple[str, ...] = ()
     eval_names: tuple[str, ...] = ()
@@ -63,36 +63,37 @@ class RunData:
         """Names of those that the held-out segments are from."""
         return () if self.eval_rows is None else distinct_names(self.eval_names, len(self.eval_rows.weights))
 
-    def rows_of(self, segments: Segments) -> RowTable:
+    def rows_of(self, segments: Segments) -> NumberedRows:
         """The rows of one of the sides."""
         rows = self.rows if segments is self.train else self.eval_rows
         assert rows is not None, "there are no held-out rows"
         return rows
 
 
-def open_run_data(config: RunConfig, prepared: Prepared, *, encoder_fingerprint: str) -> RunData:
-    """The segments of a run whose rows are all prepared, cut to ``data.max_length``.
+def open_run_data(
+    config: RunConfig,
+    prepared: Prepared,
+    *,
+    encoder_fingerprint: str,
+    cut: tuple[SegmentIndex, SegmentIndex | None] | None = None,
+) -> RunData:
+    """The segments of a run whose rows are all prepared, ``cut`` to ``data.max_length`` before or now.
 
     Raises `BudgetError` if cutting loses more rows than ``data.max_drop`` allows, `UserError` if a side is left empty
     or a segment is too long under ``data.overflow: error``.
     """
-    max_length, overflow, units = config.data.max_length, config.data.overflow, units_of(config)
-    asked = config.objective.kind.on_policy
-    train = SegmentIndex(prepared.train, max_length=max_length, overflow=overflow, units=units, asked=asked)
+    train, held_out = cut or cut_rows(config, prepared)
     train.ledger.check(max_drop=config.data.max_drop)
-    held_out = None
-    if prepared.eval is not None:
-        held_out = SegmentIndex(prepared.eval, max_length=max_length, overflow=overflow, units=units)
     for side, index in (("training", train), ("evaluation", held_out)):
         if index is not None:
             check_some_left(side, index, config)
             index.table()  # raises where there is nobody to draw a completion from
-    rows = RowTable.of_index(train)
+    rows = NumberedRows.of_index(train)
     return RunData(
         train=train,
         rows=rows,
         eval=held_out,
-        eval_rows=None if held_out is None else RowTable.of_index(held_out),
+        eval_rows=None if held_out is None else NumberedRows.of_index(held_out),
         fingerprint=_fingerprint(prepared.train, train.table(), rows, encoder_fingerprint),
         names=tuple(source.name for source in prepared.train.sources),
         eval_names=() if prepared.eval is None else tuple(source.name for source in prepared.eval.sources),
@@ -125,7 +126,7 @@ def open_live_data(config: RunConfig, reader: FeedReader) -> RunData:
         train=rows,
         rows=rows,
         eval=evaluation,
-        eval_rows=None if evaluation is None else RowTable.of_index(evaluation),
+        eval_rows=None if evaluation is None else NumberedRows.of_index(evaluation),
         fingerprint=hashlib.sha256("\0".join(parts).encode()).hexdigest(),
         names=tuple(source.name for source in facts.sources),
         eval_names=() if evaluation is None else tuple(source.name for source in eval_sources),
@@ -142,7 +143,7 @@ def check_some_left(side: str, index: SegmentIndex, config: RunConfig) -> None:
         )
 
 
-def summary_of(plan: EpochPlan, rows: RowTable) -> DataSummary:
+def summary_of(plan: EpochPlan, rows: NumberedRows) -> DataSummary:
     """The sizes of an epoch of rows that are all here."""
     found = describe(plan, rows.whole())
     return DataSummary(
@@ -154,7 +155,7 @@ def summary_of(plan: EpochPlan, rows: RowTable) -> DataSummary:
     )
 
 
-def _fingerprint(prepared: PreparedSet, table: SegmentTable, rows: RowTable, encoder_fingerprint: str) -> str:
+def _fingerprint(prepared: PreparedSet, table: SegmentTable, rows: NumberedRows, encoder_fingerprint: str) -> str:
     digest = hashlib.sha256(encoder_fingerprint.encode())
     digest.update(prepared.store.keys[prepared.sample_ids].tobytes())
     for array in (table.lengths, table.num_targets, table.row_ids, table.source_ids, rows.held_out):

@@ -33,6 +33,7 @@ from luthier.models import adapter_files, sharding, ungenerated
 from luthier.models.model import run_device
 from luthier.packing.epoch import plan_epoch, shares_of
 from luthier.preparation import Prepared
+from luthier.preparation.segments import SegmentIndex
 from luthier.training import streams
 from luthier.training.assemble import RunSetup, make_model, make_trainer, summarise_model
 from luthier.training.callbacks import AnsweringBetween, EarlyStopping, Hooks, StopAgreement, StopSignals
@@ -76,19 +77,21 @@ def fit(
     encoder: Encoder,
     prepared: Prepared,
     *,
+    cut: tuple[SegmentIndex, SegmentIndex | None] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
     on_event: events.EventListener | None = None,
 ) -> RunResult:
     """Train as ``config`` says, and leave model, checkpoints, log and ``result.json`` in ``output.dir``.
 
-    ``callbacks`` are transformers', called behind ours. ``on_event`` gets every event (`training.report.events`), on
+    ``cut``: the segments of the prepared rows, if they are cut already (`loader.settings.cut_rows`). ``callbacks`` are
+    transformers', called behind ours. ``on_event`` gets every event (`training.report.events`), on
     the main process. On SIGTERM or SIGINT the step is finished, a checkpoint is saved, and the result says ``ended:
     interrupted``: exit with its ``exit_code`` (143 or 130). A second signal ends the process at once with that code.
 
     Raises `ModelError`, `CheckpointError`, `BudgetError`, `ConfigError`, and `TrainingError` when the loss is no number
     any more; the checkpoints saved before stay.
     """
-    data = open_run_data(config, prepared, encoder_fingerprint=encoder.fingerprint)
+    data = open_run_data(config, prepared, encoder_fingerprint=encoder.fingerprint, cut=cut)
     return fit_data(config, encoder.tokenizer, data, callbacks=callbacks, on_event=on_event)
 
 

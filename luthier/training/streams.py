@@ -23,7 +23,7 @@ from luthier.collation.collator import to_batch
 from luthier.config.choices import Packing, Strategy
 from luthier.config.schema import RunConfig
 from luthier.errors import CheckpointError
-from luthier.loader.numbered_rows import RowTable
+from luthier.loader.numbered_rows import NumberedRows
 from luthier.loader.plan import StreamPlan
 from luthier.loader.prefetch import iterate
 from luthier.loader.reader import BatchReader, PlannedMicroBatch, part_of
@@ -180,7 +180,7 @@ class EvalStream:
     """One rank's share of one pass over the held-out segments."""
 
     reader: MicroBatchReader
-    rows: RowTable
+    rows: NumberedRows
     plan: EpochPlan
     rank: int
     num_workers: int
@@ -189,7 +189,7 @@ class EvalStream:
     @staticmethod
     def of_segments(
         segments: Segments,
-        rows: RowTable,
+        rows: NumberedRows,
         settings: PlanSettings,
         how: CollateSettings,
         *,
@@ -278,7 +278,7 @@ def _decisive(settings: PlanSettings) -> dict[str, StateScalar]:
 
 
 def reader_of(
-    segments: Segments, rows: RowTable, how: CollateSettings, *, shared: bool, media: MediaInputs | None
+    segments: Segments, rows: NumberedRows, how: CollateSettings, *, shared: bool, media: MediaInputs | None
 ) -> MicroBatchReader:
     """What reads the ``segments``, which are those of ``rows``. ``shared`` and ``media`` as in `BatchReader`."""
     if rows.is_stored:
@@ -336,7 +336,7 @@ class SparePrompts:
 FEW_STEPS = 20  # fewer teach next to nothing, whatever the rate
 
 
-def ways_to_more_steps(config: RunConfig, rows: RowTable, *, num_ranks: int) -> tuple[str, ...]:
+def ways_to_more_steps(config: RunConfig, rows: NumberedRows, *, num_ranks: int) -> tuple[str, ...]:
     """Settings of which each gives a run at least `FEW_STEPS` steps, as ``key: value``; none, where it has as many.
 
     Each is tried: what is given is what the changed run would do.

@@ -19,7 +19,7 @@ from luthier.config.inputs import MixtureConfig
 from luthier.config.objective import ObjectiveConfig
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.loader.numbered_rows import RowTable
+from luthier.loader.numbered_rows import NumberedRows
 from luthier.loader.settings import plan_of_run, train_settings
 from luthier.packing import UnitKind
 from luthier.packing.epoch import plan_epoch, realised_mixture, straggler_factor
@@ -69,7 +69,7 @@ def test_plan_equals_a_naive_recount(prepared: tuple[RunConfig, Prepared], packi
     assert plan.tokens == sum(len(segment.input_ids) for segment in segments)
     assert plan.targets == sum(int(segment.target.sum()) for segment in segments)
     assert plan.rows == len({str(segment.address) for segment in segments})
-    batches = [batch.packs for batch in plan_epoch(RowTable.of_index(index), train_settings(config), epoch=0)]
+    batches = [batch.packs for batch in plan_epoch(NumberedRows.of_index(index), train_settings(config), epoch=0)]
     packs = [pack for batch in batches for pack in batch]
     assert sorted(i for pack in packs for i in pack) == list(range(len(segments)))
     assert plan.epoch.packs == len(packs)
@@ -97,7 +97,7 @@ def test_a_plan_of_several_ranks_says_how_uneven_they_are(prepared: tuple[RunCon
     config, data = prepared
     index = cut(config, data)
     settings = train_settings(config, num_ranks=2)
-    epoch = plan_epoch(RowTable.of_index(index), settings, epoch=0)
+    epoch = plan_epoch(NumberedRows.of_index(index), settings, epoch=0)
     plan = plan_run(config, index, None, total_steps=11, num_ranks=2)
     assert plan.train.straggler_factor == straggler_factor(epoch, index.table(), settings, 2) > 1
     assert made(config, data).train.straggler_factor == 1
@@ -106,7 +106,7 @@ def test_a_plan_of_several_ranks_says_how_uneven_they_are(prepared: tuple[RunCon
 def test_a_plan_of_shares_is_that_of_the_schedule(prepared: tuple[RunConfig, Prepared]) -> None:
     config = prepared[0].model_copy(update={"data": prepared[0].data.model_copy(update={"mixture": SHARES})})
     index = cut(config, prepared[1])
-    schedule = plan_of_run(config, RowTable.of_index(index), num_ranks=1)
+    schedule = plan_of_run(config, NumberedRows.of_index(index), num_ranks=1)
     total_steps = schedule.count_steps()
     plan = plan_run(config, index, None, total_steps=total_steps, first_epoch=schedule.epoch(0))
     assert total_steps == schedule.epoch(0).num_steps + schedule.epoch(1).num_steps
@@ -129,7 +129,7 @@ def test_a_plan_says_that_lost_rows_have_changed_a_share(tmp_path: Path, by: str
     ]
     config = config_in(tmp_path, data={"train": sources, "eval_split": 0, "mixture": MixtureConfig(by=MixtureBy(by))})
     index = cut(config, prepare(config, Encoder.from_config(config)))
-    schedule = plan_of_run(config, RowTable.of_index(index), num_ranks=1)
+    schedule = plan_of_run(config, NumberedRows.of_index(index), num_ranks=1)
     plan = plan_run(config, index, None, total_steps=11, first_epoch=schedule.epoch(0))
     assert bool(loss_notes(schedule.order, plan)) == (by == "rows")
     assert plan.train.sources[1].taken.share_of_rows == pytest.approx(share, abs=0.02)
@@ -247,6 +247,6 @@ def test_a_plan_says_that_rows_which_are_cut_lose_long_documents(
         update={"objective": ObjectiveConfig(name="pt")}
     )
     index = cut(config, prepare(config, Encoder.from_config(config)))
-    schedule = plan_of_run(config, RowTable.of_index(index), num_ranks=1)
+    schedule = plan_of_run(config, NumberedRows.of_index(index), num_ranks=1)
     plan = plan_run(config, index, None, total_steps=1, first_epoch=schedule.epoch(0))
     assert bool(loss_notes(schedule.order, plan)) == is_told

@@ -27,8 +27,8 @@ from luthier.check.diff.runs import (
 )
 from luthier.check.diff.terminal import diff_html, diff_report
 from luthier.config.choices import Overflow
-from luthier.config.inputs import DataConfig, SourceConfig
-from luthier.config.loading import load_config
+from luthier.config.inputs import SourceConfig
+from luthier.config.loading import load_config, load_sections
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import RowDropped, RowError
@@ -211,15 +211,22 @@ def tree() -> Sample:
     ("overflow", "kept"), [(Overflow.DROP, [2]), (Overflow.ERROR, [2]), (Overflow.TRUNCATE, [2, 3])]
 )
 def test_lessons_are_cut_as_training_cuts_them(overflow: Overflow, kept: list[int]) -> None:
-    cut = lesson_of(tree(), DataConfig(max_length=3, overflow=overflow))
+    cut = lesson_of(tree(), load_sections(data={"train": "-", "max_length": 3, "overflow": overflow}))
     assert [len(one) for one in cut.segments] == kept and cut.refusal is None
+
+
+@pytest.mark.parametrize("objective", ["dpo", "rm"])
+def test_answers_that_are_compared_are_not_cut(objective: str) -> None:
+    data = {"train": "-", "max_length": 3, "overflow": "truncate"}
+    cut = lesson_of(tree(), load_sections(objective=objective, data=data))  # a prompt without a turn to spare
+    assert cut.segments == () and cut.refusal is not None and cut.refusal.reason == "too_long"
 
 
 def test_a_row_of_which_nothing_is_left_is_refused_for_the_reason() -> None:
     whole = Sample(
         input_ids=np.arange(9, dtype=np.int32), target=np.ones(9, np.bool_), branches=(Branch(parent=-1, length=9),)
     )
-    cut = lesson_of(whole, DataConfig(max_length=4))
+    cut = lesson_of(whole, load_sections(data={"train": "-", "max_length": 4}))
     assert cut.segments == () and isinstance(cut.refusal, RowDropped) and cut.refusal.reason == "too_long"
 
 
@@ -309,10 +316,10 @@ def config_of(folder: Path, *overrides: str) -> RunConfig:
 
 def compared(a: RunConfig, b: RunConfig, **options: int) -> RunDiff:
     def side(name: str, config: RunConfig) -> EncodedSide:
-        return EncodedSide(name=name, config=config, encoder=Encoder.from_config(config))
+        sources = open_sources(config.data.train, seed=config.runtime.seed)
+        return EncodedSide(name=name, config=config, encoder=Encoder.from_config(config), sources=sources)
 
-    sources = tuple(open_sources(config.data.train, seed=config.runtime.seed) for config in (a, b))
-    return diff_runs(side("A", a), side("B", b), sources, settings=changed_settings(a, b), **options)  # type: ignore[arg-type]
+    return diff_runs(side("A", a), side("B", b), **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from luthier.collation import CollateSettings
 from luthier.config.choices import Overflow
 from luthier.config.schema import RunConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.loader.numbered_rows import RowTable
+from luthier.loader.numbered_rows import NumberedRows
 from luthier.loader.reader import BatchReader
 from luthier.loader.settings import train_settings
 from luthier.packing.epoch import describe, plan_epoch
@@ -110,7 +110,7 @@ def test_a_batch_of_trees_is_shown_as_its_sequences_each_with_what_it_shares(tmp
     index = index_of(tmp_path, qwen3, thoughts=True, count=3)
     settings = train_settings(config_of(per_device_train_batch_size=2))
     plan = plan_epoch(index.table(), settings, epoch=0)
-    planned = RowTable.of_index(index).of_plan(plan, 0, step=0)
+    planned = NumberedRows.of_index(index).of_plan(plan, 0, step=0)
     reader = BatchReader(index.prepared.store, CollateSettings(packed=True, pad_token_id=0), shared=True)
     batch = reader.read(planned)
     assert batch.labels_BT.numel() == 0, "trees"

@@ -23,7 +23,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.replies import reply_form
 from luthier.presets import tokenizer_folder
 from luthier.records import Conversation, Message, Text, Thinking, ToolCall
-from luthier.rendering.replies import joined, joined_pieces
+from luthier.rendering.replies import joined_deltas, joined_pieces
 from luthier.rendering.replies.learning import declared, is_same
 from luthier.sources.source import open_sources
 from tests.conftest import examples, refused
@@ -185,11 +185,11 @@ def test_any_ids_are_read_in_any_division_alike(
     ids = ids[: data.draw(st.integers(0, len(ids)))]
     pieces = data.draw(st.booleans())
     whole = luthier.ReplyReader(tokenizer, tools=TOOLS, calls_in_pieces=pieces)
-    expected = joined([whole.feed(ids), whole.close()])
+    expected = joined_deltas([whole.feed(ids), whole.close()])
     size = data.draw(st.integers(1, 5))
     reader = luthier.ReplyReader(tokenizer, tools=TOOLS, calls_in_pieces=pieces)
     deltas = [reader.feed(ids[start : start + size]) for start in range(0, len(ids), size)]
-    assert joined([*deltas, reader.close()]) == expected
+    assert joined_deltas([*deltas, reader.close()]) == expected
     assert bool(expected.call_pieces) == bool(pieces and (expected.calls or expected.call_pieces))
 
 
@@ -231,7 +231,7 @@ def test_of_a_call_that_is_cut_off_comes_what_was_drawn(tmp_path: Path, name: st
 
 def read_in_pieces(encoder: Encoder, prompt: Ids, reply: Ids) -> luthier.ReplyDelta:
     reader = luthier.ReplyReader(encoder.tokenizer, tools=TOOLS, prompt=prompt, calls_in_pieces=True)
-    return joined([reader.feed(reply), reader.close()])
+    return joined_deltas([reader.feed(reply), reader.close()])
 
 
 def test_what_is_behind_a_broken_call_is_text(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_deltas_joined_are_the_whole_reply_however_it_is_divided(tmp_path: Path)
     for size in (1, 2, 3, 7):
         reader = luthier.ReplyReader(encoder.tokenizer, prompt=prompt)
         deltas = [reader.feed(reply[start : start + size]) for start in range(0, len(reply), size)]
-        assert joined([*deltas, reader.close()]).message == whole
+        assert joined_deltas([*deltas, reader.close()]).message == whole
 
 
 def test_a_call_that_is_cut_off_stays_in_the_text(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_a_call_that_is_cut_off_stays_in_the_text(tmp_path: Path) -> None:
     prompt, reply = asked(encoder, assistant(Text(text="I look."), WEATHER))
     text = encoder.tokenizer.decode(reply[:-1]).partition("</think>\n\n")[2]
     reader = luthier.ReplyReader(encoder.tokenizer, prompt=prompt)
-    read = joined([reader.feed(reply[:-8]), reader.close()])
+    read = joined_deltas([reader.feed(reply[:-8]), reader.close()])
     assert not read.calls and read.num_malformed == 1
     assert text.startswith(read.content) and "get_weather" in read.content
 
@@ -343,7 +343,7 @@ def test_a_reply_ends_at_the_first_stop_string_however_it_is_divided(tmp_path: P
         if whole.find(stop) < start:
             continue
         cut = luthier.ReplyReader(encoder.tokenizer, tools=TOOLS, prompt=prompt, stop_strings=[stop, "never"])
-        told = joined([*(cut.feed([number]) for number in reply), cut.close()])
+        told = joined_deltas([*(cut.feed([number]) for number in reply), cut.close()])
         assert (
             luthier.parse_reply(reply, encoder.tokenizer, tools=TOOLS, prompt=prompt, stop_strings=[stop, "never"])
             == told.message

@@ -24,7 +24,7 @@ from stored_rows import add_samples, is_running, plan_rows, reader_of, uses_shar
 from luthier.errors import LoaderError, StoreError
 from luthier.loader import prefetch
 from luthier.loader.prefetch import iterate
-from luthier.loader.reader import SharedArrays
+from luthier.loader.worker import SharedArrays
 from luthier.store import SampleStore
 from tests.conftest import HANG_SECONDS, children
 

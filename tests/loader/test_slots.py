@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from luthier.collation import Grid
-from luthier.loader import reader as slots_module
-from luthier.loader.reader import ALIGNMENT, LEAST_BYTES, SharedArrays, done_of, grid_of
+from luthier.loader import worker as slots_module
+from luthier.loader.worker import ALIGNMENT, LEAST_BYTES, SharedArrays, done_of, grid_of
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="there are no slots elsewhere")
 

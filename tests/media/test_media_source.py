@@ -13,7 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from luthier.config.inputs import MediaConfig, ModelConfig
 from luthier.encoding.tokenizer_files import find_files
-from luthier.loader.reader import MediaSetup
+from luthier.loader.worker import MediaSetup
 from luthier.media import MediaSource
 from tests.media.tiny_folder import write_folder
 

@@ -9,7 +9,7 @@ from tiny_runs import make_plan, make_segments, make_table
 
 from luthier.collation import CollateSettings
 from luthier.config.choices import Packing
-from luthier.loader.numbered_rows import RowTable
+from luthier.loader.numbered_rows import NumberedRows
 from luthier.packing import PlanSettings
 from luthier.records import Batch
 from luthier.training.streams import EvalStream, TrainStream, reader_of
@@ -84,7 +84,7 @@ def test_slots_of_a_smaller_step_are_blanks_without_targets() -> None:
 
 def test_evaluation_shares_every_held_out_segment_once() -> None:
     settings = PlanSettings(packing=Packing.BEST_FIT, capacity=32, micro_batches_per_step=2, num_ranks=2)
-    rows = RowTable.of_segments(SEGMENTS, make_table(SEGMENTS))
+    rows = NumberedRows.of_segments(SEGMENTS, make_table(SEGMENTS))
     shares = [EvalStream.of_segments(SEGMENTS, rows, settings, HOW, rank=rank) for rank in range(2)]
     assert len({len(share) for share in shares}) == 1
     seen = [a.row for share in shares for batch in share for a in batch.addresses if batch.num_targets]

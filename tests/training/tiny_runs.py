@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from luthier.config.schema import RunConfig
-from luthier.loader.numbered_rows import RowTable
+from luthier.loader.numbered_rows import NumberedRows
 from luthier.loader.plan import StreamPlan
 from luthier.packing import PlanSettings, SegmentTable
 from luthier.packing.order import MixtureSettings, RowOrder
@@ -82,7 +82,7 @@ def make_plan(table: SegmentTable, settings: PlanSettings, **lengths: Any) -> St
         )
         for row, length in enumerate(table.lengths.tolist())
     ]
-    rows = RowTable.of_segments(segments, table)
+    rows = NumberedRows.of_segments(segments, table)
     mixture = lengths.pop("mixture", None) or MixtureSettings(weights=table.source_weights)
     return StreamPlan(rows, settings, RowOrder(counts=rows.counts, mixture=mixture, seed=settings.seed), **lengths)
 
@@ -97,9 +97,9 @@ def make_data(
     eval_table = make_table(held_out, (1.0,) * len(weights)) if held_out else None
     return RunData(
         train=train,
-        rows=RowTable.of_segments(train, make_table(train, weights)),
+        rows=NumberedRows.of_segments(train, make_table(train, weights)),
         eval=held_out or None,
-        eval_rows=None if eval_table is None else RowTable.of_segments(held_out, eval_table),
+        eval_rows=None if eval_table is None else NumberedRows.of_segments(held_out, eval_table),
         fingerprint=fingerprint,
     )
 

@@ -10,39 +10,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
-from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from luthier.check.diff import Change, Comparison, FirstDifference, Lesson
 from luthier.config.choices import Overflow
-from luthier.config.inputs import DataConfig
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowDropped, RowError
-from luthier.layout.cutting import cut_segment
-from luthier.records import Address, Row, Sample, Segment
+from luthier.loader.settings import units_of
+from luthier.preparation.segments import cut_sample
+from luthier.records import Address, Row, Sample
 from luthier.sources import RowBytes, decode_row
 from luthier.sources.source import Source
 
 BATCH_ROWS = 256  # rows that are encoded together: enough to be quick, few enough that memory stays flat
-
-
-class DiffSide(Protocol):
-    """One side of a comparison."""
-
-    @property
-    def name(self) -> str:
-        """What a reader calls it."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """What its ids mean."""
-
-    def lessons(self, rows: Sequence[tuple[AnyRow, Source]]) -> list[Lesson]:
-        """What is trained on in each row, after cutting to ``data.max_length``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,55 +83,51 @@ class RunDiff:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedSide:
-    """A side whose rows are rendered and encoded now."""
+    """One side of a comparison, whose rows are rendered and encoded now. ``name`` is what a reader calls it."""
 
     name: str
     config: RunConfig
     encoder: Encoder
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.encoder.tokenizer
+    sources: Sequence[Source]
 
     def lessons(self, rows: Sequence[tuple[AnyRow, Source]]) -> list[Lesson]:
-        """See `DiffSide`."""
+        """What is trained on in each row, after cutting to ``data.max_length``."""
         converted = [_convert(row, source) for row, source in rows]
         encoded = iter(self.encoder.encode_many([row for row in converted if not isinstance(row, RowError)]))
-        return [lesson_of(row if isinstance(row, RowError) else next(encoded), self.config.data) for row in converted]
+        return [lesson_of(row if isinstance(row, RowError) else next(encoded), self.config) for row in converted]
 
 
 def diff_runs(
-    a: DiffSide,
-    b: DiffSide,
-    sources: tuple[Sequence[Source], Sequence[Source]],
+    a: EncodedSide,
+    b: EncodedSide,
     *,
-    settings: Sequence[Setting] = (),
     sample: int | None = None,
     num_shown: int = 3,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RunDiff:
-    """Compare all rows of ``sources`` (or about ``sample`` of them), those of A and those of B.
+    """Compare all rows of both sides, or about ``sample`` of them.
 
     ``num_shown`` rows of each kind of change are kept to be shown. ``on_progress`` is told how many rows were compared
     and how many of them differ. Raises what reading the sources raises.
     """
+    of_a, of_b = a.encoder.tokenizer, b.encoder.tokenizer
     comparison = Comparison(
-        vocabulary_a=a.tokenizer,
-        vocabulary_b=b.tokenizer,
-        control_a=a.tokenizer.control_ids,
-        control_b=b.tokenizer.control_ids,
-        by_characters=_vocabulary(a.tokenizer) != _vocabulary(b.tokenizer),
+        vocabulary_a=of_a,
+        vocabulary_b=of_b,
+        control_a=of_a.control_ids,
+        control_b=of_b.control_ids,
+        by_characters=_vocabulary(of_a) != _vocabulary(of_b),
     )
     tally = _Tally(num_shown=num_shown)
-    for batch in _batches(pairs(*sources, sample=sample)):
+    for batch in _batches(pairs(a.sources, b.sources, sample=sample)):
         tally.add(batch, _lessons(a, batch, lambda pair: pair.a), _lessons(b, batch, lambda pair: pair.b), comparison)
         if on_progress is not None:
             on_progress(tally.counts.total(), sum(n for change, n in tally.counts.items() if change.is_difference))
     return RunDiff(
         a=a.name,
         b=b.name,
-        settings=tuple(settings),
-        pairing=pairing_of(*sources),
+        settings=tuple(changed_settings(a.config, b.config)),
+        pairing=pairing_of(a.sources, b.sources),
         unit="character" if comparison.by_characters else "token",
         counts={change: tally.counts[change] for change in Change},
         num_same_answers=tally.num_same_answers,
@@ -161,22 +141,19 @@ def diff_runs(
     )
 
 
-def lesson_of(outcome: Sample | RowError, data: DataConfig) -> Lesson:
+def lesson_of(outcome: Sample | RowError, config: RunConfig) -> Lesson:
     """What is left of a sample once it is cut to ``data.max_length``.
 
     Under ``overflow: error`` a row that is too long ends the run; here it counts as refused.
     """
     if isinstance(outcome, RowError):
         return Lesson(refusal=outcome)
-    overflow = Overflow.DROP if data.overflow is Overflow.ERROR else data.overflow
-    kept: list[Segment] = []
-    refusal: RowError | None = None
-    for segment in outcome.segments():
-        try:
-            kept += cut_segment(segment, max_length=data.max_length, overflow=overflow)
-        except RowDropped as error:
-            refusal = refusal or error
-    return Lesson(segments=kept) if kept else Lesson(refusal=refusal)
+    overflow = Overflow.DROP if config.data.overflow is Overflow.ERROR else config.data.overflow
+    limit, units = config.data.max_length, units_of(config)
+    try:
+        return Lesson(segments=cut_sample(outcome, max_length=limit, overflow=overflow, units=units))
+    except RowDropped as error:
+        return Lesson(refusal=error)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -216,7 +193,7 @@ def _batches(every: Iterator[Pair]) -> Iterator[list[Pair]]:
         yield batch
 
 
-def _lessons(side: DiffSide, batch: Sequence[Pair], place_of: Callable[[Pair], RowLocation | None]) -> list[Lesson]:
+def _lessons(side: EncodedSide, batch: Sequence[Pair], place_of: Callable[[Pair], RowLocation | None]) -> list[Lesson]:
     rows = [
         (pair.row, place.source)
         for pair in batch

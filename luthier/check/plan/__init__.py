@@ -18,7 +18,7 @@ from luthier.config.choices import MixtureBy, Overflow, Packing
 from luthier.config.rollout import DeadGroups
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
-from luthier.loader.numbered_rows import RowTable
+from luthier.loader.numbered_rows import NumberedRows
 from luthier.loader.settings import (
     Loaded,
     check_reward_columns,
@@ -205,7 +205,7 @@ def with_media(
 def plan_data(index: SegmentIndex, settings: PlanSettings, first_epoch: EpochPlan | None = None) -> DataPlan:
     """One side of the data, planned for its first epoch."""
     table = index.table()
-    plan = first_epoch if first_epoch is not None else plan_epoch(RowTable.of_index(index), settings, epoch=0)
+    plan = first_epoch if first_epoch is not None else plan_epoch(NumberedRows.of_index(index), settings, epoch=0)
     names = [source.name for source in index.prepared.sources]
     return DataPlan(
         rows=len(np.unique(index.row_ids)),

@@ -95,7 +95,7 @@ class ReplyDelta:
         return Message(role="assistant", parts=(*parts, *self.calls))
 
 
-def joined(deltas: Iterable[ReplyDelta]) -> ReplyDelta:
+def joined_deltas(deltas: Iterable[ReplyDelta]) -> ReplyDelta:
     known = list(deltas)
     return ReplyDelta(
         content="".join(delta.content for delta in known),

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from luthier.errors import RowError, TemplateError
 from luthier.records import Conversation, Message, Part, Piece, Text, Thinking, ToolCall
 from luthier.rendering.render import Renderer
-from luthier.rendering.replies import JSON, Edge, Field, ObjectKeys, ReplyForm, Signs, joined
+from luthier.rendering.replies import JSON, Edge, Field, ObjectKeys, ReplyForm, Signs, joined_deltas
 from luthier.rendering.replies.scanner import ReplyScanner
 from luthier.rendering.template import Tools
 
@@ -299,7 +299,7 @@ def _without_calls(edges: Mapping[_Key, tuple[Edge, ...]]) -> dict[_Key, tuple[E
 def _reads(form: ReplyForm, writer: _ProbeRenderer, one: _Example, tools: Tools) -> bool:
     scanner = ReplyScanner(form, prompt=one.prompt, tools=tools)
     said = one.reply[:-1] if one.reply[-1:] in form.stops else one.reply
-    read = joined([scanner.feed(said), scanner.close()]).message
+    read = joined_deltas([scanner.feed(said), scanner.close()]).message
     if is_same(read, one.message):
         return True
     names = [[part.name for part in said.parts if isinstance(part, ToolCall)] for said in (read, one.message)]

@@ -19,7 +19,7 @@ from torch import nn
 from luthier.config.objective import OBJECTIVES
 from luthier.errors import LuthierError, PluginError
 from luthier.ledger import Ledger
-from luthier.loader.numbered_rows import RowTable
+from luthier.loader.numbered_rows import NumberedRows
 from luthier.loader.settings import train_settings, units_of
 from luthier.models import evaluating
 from luthier.models.passes import ModelPass, casting
@@ -225,7 +225,7 @@ def _of_copies(losses: PluginLosses, parts: ObjectiveParts, copies: int) -> tupl
     index = SegmentIndex(rows, max_length=data.max_length, overflow=data.overflow, units=units_of(parts.config))
     stream = EvalStream.of_segments(
         index,
-        RowTable.of_index(index),
+        NumberedRows.of_index(index),
         train_settings(parts.config, num_ranks=1),
         parts.how,
         rank=0,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,35 +37,6 @@ class HeldOutTalks:
     greedy: Talks
     drawn: Talks
     note: NoteCount
-
-    @classmethod
-    def of(
-        cls,
-        talks: Talks,
-        held_out: Segments,
-        count: int,
-        *,
-        rows: RowsByAddress,
-        settings: GenerateConfig,
-        note: NoteCount,
-    ) -> Self:
-        """Of the first ``count`` held-out rows. Their conversations are led as ``talks`` leads those of training, and
-        ``settings`` say how long a turn may be, and how it is searched for. What is missing is told to ``note``."""
-        first: dict[Address, Segment] = {}
-        for index in wanted(held_out):
-            segment = held_out[index]
-            if len(first) == count and segment.address not in first:
-                break
-            first[segment.address] = segment
-        once = talks.config.model_copy(update={"answers": 1})
-        greedy = replace(talks, rows=rows, config=once, settings=settings)
-        questions = greedy.questions(list(first.values()), note)
-        drawn = replace(
-            greedy,
-            config=talks.config,
-            settings=sampling(talks.config, seed=settings.seed, max_new_tokens=settings.max_new_tokens),
-        )
-        return cls(questions=questions, greedy=greedy, drawn=drawn, note=note)
 
     def answer_all(self, step: int, rollouts: Rollouts, metrics: Mapping[str, Metric]) -> GenerationRound:
         """See `generate.answer_all`. A record's prompt is what the model was sent last, with all that was said before;
@@ -186,12 +156,24 @@ def held_out_talks(
             tell(f"held-out rows: {what}")
         told.add(what)
 
-    train, own = resolve_sources(config.data)
-    return HeldOutTalks.of(
-        replace(rollouts.talks, engine=rollouts.held_out_engine),
-        held_out,
-        config.eval.generate_rows,
+    first: dict[Address, Segment] = {}  # of the first rows
+    for index in wanted(held_out):
+        segment = held_out[index]
+        if len(first) == config.eval.generate_rows and segment.address not in first:
+            break
+        first[segment.address] = segment
+    (train, own), talks, settings = resolve_sources(config.data), rollouts.talks, answering(config)
+    greedy = replace(
+        talks,
+        engine=rollouts.held_out_engine,
         rows=RowsByAddress(sources=open_sources(own or train, seed=config.runtime.seed)),
-        settings=answering(config),
+        config=talks.config.model_copy(update={"answers": 1}),
+        settings=settings,
+    )
+    drawing = sampling(talks.config, seed=settings.seed, max_new_tokens=settings.max_new_tokens)
+    return HeldOutTalks(
+        questions=greedy.questions(list(first.values()), note),
+        greedy=greedy,
+        drawn=replace(greedy, config=talks.config, settings=drawing),
         note=note,
     )

@@ -41,7 +41,7 @@ from luthier.models.model import (
 )
 from luthier.models.vocabulary import Vocabulary
 from luthier.records import Address, Conversation, Message, Preference, Segment, Text
-from luthier.rendering.replies import joined
+from luthier.rendering.replies import joined_deltas
 from luthier.rewards.function_process import NoReward
 from luthier.rewards.judging import AnswerJudge, DrawnAnswer, Opinion
 from luthier.sources.origins import resolve_sources
@@ -203,7 +203,7 @@ class AskedConversations:
         if answer.ids is None:
             return self._known[key], Message(role="assistant", parts=(Text(text=answer.generated),))
         reader = ReplyReader(self.encoder.tokenizer, prompt=answer.prompt_ids)
-        return self._known[key], joined([reader.feed(answer.ids), reader.close()]).message
+        return self._known[key], joined_deltas([reader.feed(answer.ids), reader.close()]).message
 
     def _found(self, address: Address, prompt: Ids) -> Conversation:
         """Of the row's messages those whose generation prompt is what was asked."""

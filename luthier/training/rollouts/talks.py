@@ -34,7 +34,7 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines import Completion, Engine, Finish, Ids, Refusal, Request
 from luthier.errors import RowError
 from luthier.records import Address, Branch, Conversation, MediaItem, Message, Sample, Segment, Text, ToolCall
-from luthier.rendering.replies import ReplyDelta, joined
+from luthier.rendering.replies import ReplyDelta, joined_deltas
 from luthier.rewards import Over
 from luthier.rewards.function_process import EnvironmentProcess, NoAnswer, ToolBox
 from luthier.sources.formats.turns import message_row
@@ -367,7 +367,7 @@ class Talks:
 
     def _read(self, talk: _OpenTalk, ids: Ids) -> ReplyDelta:
         reader = ReplyReader(self.encoder.tokenizer, tools=talk.conversation.tools or None, prompt=talk.prompt.ids)
-        return joined([reader.feed(ids), reader.close()])
+        return joined_deltas([reader.feed(ids), reader.close()])
 
     def _answers(self, talk: _OpenTalk, message: Message, num_malformed: int) -> list[Message]:
         """What follows the model's message; none, where the conversation is over."""
