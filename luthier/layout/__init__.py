@@ -362,17 +362,6 @@ def splice(prompt: Segment, answer: Segment) -> Segment:
     )
 
 
-def span_of(segment: Segment, start: int, stop: int) -> Segment:
-    """The tokens ``start:stop`` of a segment, targets and all."""
-    return replace(
-        segment,
-        input_ids=segment.input_ids[start:stop],
-        target=segment.target[start:stop],
-        weight=None if segment.weight is None else segment.weight[start:stop],
-        media=media_within(segment.media, [slice(start, stop)]),
-    )
-
-
 def _media_of(runs: Sequence[Segment | Sample], held: Sequence[int]) -> tuple[MediaItem, ...]:
     found: list[MediaItem] = []
     before = 0

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import Overflow
 from luthier.errors import RowDropped, UserError
-from luthier.records import Ints, MediaItem, Segment, media_within
+from luthier.records import Ints, MediaItem, Segment
 from luthier.writing import counted
 
 
@@ -100,14 +100,9 @@ def take_window(segment: Segment, window: SegmentCut) -> Segment:
     whole = window.start == 0 and window.stop == len(segment)
     if whole and not window.open_end and not (len(segment) and segment.target[0]):
         return segment
-    kept = np.r_[: window.head, window.start : window.stop] if window.head else slice(window.start, window.stop)
-    return replace(
-        segment,
-        input_ids=segment.input_ids[kept],
-        target=_trim(segment.target[kept], open_end=window.open_end),
-        weight=None if segment.weight is None else segment.weight[kept],
-        media=media_within(segment.media, [slice(0, window.head), slice(window.start, window.stop)]),
-    )
+    kept, own = [slice(0, window.head)] if window.head else [], slice(window.start, window.stop)
+    part = segment.part(*kept, own)
+    return replace(part, target=_trim(part.target, open_end=window.open_end))
 
 
 def _split(segment: Segment, max_length: int) -> list[SegmentCut]:

@@ -46,6 +46,11 @@ class RefusedRequest(Exception):
         return {"error": told}
 
 
+def invalid(param: str, what: str, hint: str | None = None) -> RefusedRequest:
+    """What a client is told of a field with a value that it may not have."""
+    return RefusedRequest(400, what, code="invalid_value", param=param, hint=hint)
+
+
 _KINDS = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 
@@ -237,7 +242,7 @@ class ScoreBody(_Body, frozen=True):
         given += self.conversations if self.conversations is not UNSET else []
         if not given or (self.messages is not UNSET) == (self.conversations is not UNSET):
             what = "either messages or conversations is needed"
-            raise RefusedRequest(400, what, code="invalid_value", param="messages")
+            raise invalid("messages", what)
         return given
 
 
@@ -290,7 +295,7 @@ def _refuse_what_is_about_others(body: msgspec.Struct) -> None:
     if isinstance(body, TokenizeBody) and body.prompt is UNSET and body.add_special_tokens:
         wrong += [("add_special_tokens", "prompt")]
     for name, needed in wrong:
-        raise RefusedRequest(400, f"{name} says nothing without {needed}", code="invalid_value", param=name)
+        raise invalid(name, f"{name} says nothing without {needed}")
 
 
 def _refuse_in(messages: list[Any], place: str) -> None:
@@ -330,5 +335,5 @@ def texts_of(stop: str | Sequence[str] | None) -> list[str]:
     found = [] if stop is None else [stop] if isinstance(stop, str) else list(stop)
     if len(found) > 16 or any(not text or len(text) > 1000 for text in found):
         what = "stop holds up to 16 texts of 1 to 1000 characters"
-        raise RefusedRequest(400, what, code="invalid_value", param="stop")
+        raise invalid("stop", what)
     return found

@@ -93,24 +93,22 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         """What is served."""
-        about = {"object": "model", "created": self.served.started, "owned_by": "luthier"}
-        about |= {"max_model_len": self.served.context}
-        return JSONResponse({"object": "list", "data": [{"id": name, **about} for name in self.served.models]})
+        return JSONResponse({"object": "list", "data": [self._about(name) for name in self.served.models]})
 
     async def model(self, request: Request) -> Response:
         """One of them, by its name."""
-        name = self._name(request.path_params["name"])
+        return JSONResponse(self._about(self._name(request.path_params["name"])))
+
+    def _about(self, name: str) -> JsonObject:
         about = {"created": self.served.started, "owned_by": "luthier", "max_model_len": self.served.context}
-        return JSONResponse({"id": name, "object": "model", **about})
+        return {"id": name, "object": "model", **about}
 
     async def tokenize(self, request: Request) -> Response:
         """The ids of a prompt, or of a text."""
         body = await self._body(request, serve.TokenizeBody)
         self._name(body.model)
         if (body.messages is msgspec.UNSET) == (body.prompt is msgspec.UNSET):
-            raise serve.RefusedRequest(
-                400, "either messages or prompt is needed", code="invalid_value", param="messages"
-            )
+            raise serve.invalid("messages", "either messages or prompt is needed")
         if body.messages is msgspec.UNSET:
             assert not isinstance(body.prompt, msgspec.UnsetType)
             text, opened = body.prompt, body.add_special_tokens is not False
@@ -150,7 +148,7 @@ class Api:
         conversations = body.all
         if len(conversations) > self.limits.max_samples:
             what = f"{counted(len(conversations), 'conversation')}, the limit is {self.limits.max_samples}"
-            raise serve.RefusedRequest(400, what, code="invalid_value", param="conversations", hint="serve.max_samples")
+            raise serve.invalid("conversations", what, "serve.max_samples")
         count, data = 0, []
         for number, messages in enumerate(conversations):
             fits = partial(asking.check_fewest, context=self.served.context)
@@ -173,9 +171,7 @@ class Api:
             what = "tool_choice other than auto and none is not done by this server"
             raise serve.RefusedRequest(400, what, code="not_supported", param="tool_choice", hint=hint)
         if body.top_logprobs and not body.logprobs:
-            raise serve.RefusedRequest(
-                400, "top_logprobs needs logprobs: true", code="invalid_value", param="top_logprobs"
-            )
+            raise serve.invalid("top_logprobs", "top_logprobs needs logprobs: true")
         tools = None if body.tool_choice == "none" else body.tools
         shown = partial(self.served.prompts.check_shown, body.messages, tools, body.chat_template_kwargs)
         await self._made(request, shown)
@@ -211,21 +207,16 @@ class Api:
         name, top = self._name(body.model), body.logprobs or 0
         if body.max_tokens == 0 and not (body.echo and not body.stream):
             hint = "with echo: true, and not as a stream, it tells the prompt alone"
-            raise serve.RefusedRequest(400, "max_tokens is 0", code="invalid_value", param="max_tokens", hint=hint)
+            raise serve.invalid("max_tokens", "max_tokens is 0", hint)
         prompts = await self._made(request, partial(self.served.prompts.of_prompts, body.prompt, self._fits(body)))
         if (body.n or 1) * len(prompts) > self.limits.max_samples:
             what = (
                 f"{counted(len(prompts), 'prompt')} and n = {body.n or 1}: the limit is "
                 f"{self.limits.max_samples} answers"
             )
-            raise serve.RefusedRequest(
-                400, what, code="invalid_value", param="n", hint="serve.max_samples is the limit"
-            )
+            raise serve.invalid("n", what, "serve.max_samples is the limit")
         if body.draw is not None and (len(prompts) > 1 or body.draw >= 2**64):
-            what = "draw is of one prompt, and below 2 ** 64"
-            raise serve.RefusedRequest(
-                400, what, code="invalid_value", param="draw", hint="ask for each prompt by itself"
-            )
+            raise serve.invalid("draw", "draw is of one prompt, and below 2 ** 64", "ask for each prompt by itself")
         questions = []
         for number, ids in enumerate(prompts):
             settings = self._settings(name, body, ids)
@@ -269,7 +260,7 @@ class Api:
                     f"the prompt has {counted(len(ids), 'token')}, and the probabilities of up to "
                     f"{most:,} are told with echo"
                 )
-                raise serve.RefusedRequest(400, what, code="invalid_value", param="prompt")
+                raise serve.invalid("prompt", what)
             others = await self._made(request, partial(self._answering(name).score, ids, 1, top=body.logprobs))
         text = sent if isinstance(sent, str) else self.served.tokenizer.decode(ids)
         return Echo(text=text, first=int(ids[0]), others=others)
@@ -294,7 +285,7 @@ class Api:
         for number in body.stop_token_ids or ():
             if number >= size and number not in model.settings.stop_token_ids:
                 what = f"{number} is an id that the model never gives: the vocabulary has {size:,}"
-                raise serve.RefusedRequest(400, what, code="invalid_value", param="stop_token_ids")
+                raise serve.invalid("stop_token_ids", what)
         return asking.settings_of(body, model.settings, model.stops, self.limits, prompt=len(ids), context=context)
 
     async def _body(self, request: Request, kind: type[serve.AnyBody]) -> serve.AnyBody:

@@ -22,7 +22,7 @@ from luthier.engines import Finish, Ids, NewTokens, Refusal, Request, Session, W
 from luthier.errors import TemplateError
 from luthier.rendering.replies import ReplyDelta, joined_deltas
 from luthier.rendering.replies.learning import TEXT
-from luthier.serve import ChatBody, CompletionBody, RefusedRequest, SamplingBody, texts_of
+from luthier.serve import ChatBody, CompletionBody, RefusedRequest, SamplingBody, invalid, texts_of
 from luthier.serve.gate import Counts
 from luthier.writing import counted
 
@@ -176,11 +176,10 @@ def settings_of(
     except ValidationError as error:
         wrong = error.errors()[0]
         param = str(wrong["loc"][0])
-        raise RefusedRequest(400, f"{param}: {wrong['msg']}", code="invalid_value", param=param) from None
+        raise invalid(param, f"{param}: {wrong['msg']}") from None
     _check_samples(body, settings, limits)
     if settings.num_beams == 1 and body.length_penalty not in (None, 1):
-        what = "length_penalty says nothing without beams"
-        raise RefusedRequest(400, what, code="invalid_value", param="length_penalty", hint="send num_beams, too")
+        raise invalid("length_penalty", "length_penalty says nothing without beams", "send num_beams, too")
     return settings
 
 
@@ -189,12 +188,10 @@ def longest_of(body: SamplingBody, limits: ServeConfig) -> int | None:
     asked, name = body.max_tokens, "max_tokens"
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         if asked is not None and asked != body.max_completion_tokens:
-            what = "max_tokens and max_completion_tokens are two names of one limit, and differ"
-            raise RefusedRequest(400, what, code="invalid_value", param="max_tokens")
+            raise invalid("max_tokens", "max_tokens and max_completion_tokens are two names of one limit, and differ")
         asked, name = body.max_completion_tokens, "max_completion_tokens"
     if asked is not None and asked > limits.max_tokens:
-        what = f"{name} is {asked:,}, the limit is {limits.max_tokens:,}"
-        raise RefusedRequest(400, what, code="invalid_value", param=name, hint="serve.max_tokens is the limit")
+        raise invalid(name, f"{name} is {asked:,}, the limit is {limits.max_tokens:,}", "serve.max_tokens is the limit")
     return asked
 
 
@@ -203,7 +200,7 @@ def check_room(prompt: int, context: int, answer: int = 0) -> None:
     than the context."""
     if not prompt:
         hint = "this model has no begin token, so a text of no letters is no prompt"
-        raise RefusedRequest(400, "the prompt has no tokens", code="invalid_value", param="prompt", hint=hint)
+        raise invalid("prompt", "the prompt has no tokens", hint)
     check_fewest(prompt, context, answer, has="has")
 
 
@@ -221,14 +218,13 @@ def check_fewest(prompt: int, context: int, answer: int = 0, *, has: str = "has 
 def _check_samples(body: SamplingBody, settings: GenerateConfig, limits: ServeConfig) -> None:
     count = body.n or 1
     if count > limits.max_samples:
-        what = f"n is {count}, the limit is {limits.max_samples}"
-        raise RefusedRequest(400, what, code="invalid_value", param="n", hint="serve.max_samples is the limit")
+        raise invalid("n", f"n is {count}, the limit is {limits.max_samples}", "serve.max_samples is the limit")
     if count > 1 and not settings.do_sample:
         what = f"{counted(count, 'answer is', 'answers are')} all the same while the likeliest token is taken"
-        raise RefusedRequest(400, what, code="invalid_value", param="n", hint="give a temperature above 0")
+        raise invalid("n", what, "give a temperature above 0")
     if (body.num_beams or 1) > limits.max_samples:
         what = f"num_beams is {body.num_beams}, the limit is {limits.max_samples}"
-        raise RefusedRequest(400, what, code="invalid_value", param="num_beams", hint="serve.max_samples is the limit")
+        raise invalid("num_beams", what, "serve.max_samples is the limit")
     if settings.num_beams > 1 and (body.stream or count > 1):
         raise RefusedRequest(
             400,

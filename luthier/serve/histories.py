@@ -156,7 +156,7 @@ class Histories:
             return [self._known(prompt)]  # type: ignore[arg-type]
         if any(isinstance(one, int) for one in prompt) or len(prompt) > self.limits.max_samples:
             what = f"prompt is a text, ids, or a list of up to {self.limits.max_samples} of either"
-            raise serve.RefusedRequest(400, what, code="invalid_value", param="prompt")
+            raise serve.invalid("prompt", what)
         for one in prompt:  # all of them are looked at before the first is encoded
             check(self.encoder.tokenizer.fewest_tokens(one) if isinstance(one, str) else len(one))  # type: ignore[arg-type]
         return [self.of_text(one) if isinstance(one, str) else self._known(one) for one in prompt]  # type: ignore[arg-type]
@@ -171,7 +171,7 @@ class Histories:
             what = (
                 f"id {ids[wrong[0]]} at place {wrong[0]} names no token of text" if len(wrong) else "no ids are given"
             )
-            raise serve.RefusedRequest(400, what, code="invalid_value", param="prompt")
+            raise serve.invalid("prompt", what)
         return found.astype(np.int32)
 
     def _renderer(self, kwargs: Mapping[str, object]) -> Renderer:
@@ -246,7 +246,7 @@ def _as_row(message: serve.MessageBody, place: str) -> JsonObject:
     """The message in the form of rows that are trained on."""
     if message.reasoning_content and message.thinking and message.reasoning_content != message.thinking:
         what = "reasoning_content and thinking are two names of one thing, and differ"
-        raise serve.RefusedRequest(400, what, code="invalid_value", param=f"{place}.thinking")
+        raise serve.invalid(f"{place}.thinking", what)
     content: object = message.content
     if isinstance(content, list):
         content = [_as_part(part, f"{place}.content[{number}]") for number, part in enumerate(content)]
