@@ -539,17 +539,6 @@ class Segment:
     def __len__(self) -> int:
         return len(self.input_ids)
 
-    def part(self, *spans: slice) -> Segment:
-        """The tokens of some spans, one behind the other, targets and all."""
-        kept = spans[0] if len(spans) == 1 else np.r_[spans]
-        return replace(
-            self,
-            input_ids=self.input_ids[kept],
-            target=self.target[kept],
-            weight=None if self.weight is None else self.weight[kept],
-            media=media_within(self.media, spans),
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pack:

@@ -208,6 +208,15 @@ Overrides = Annotated[
 
 
 @contextmanager
+def saying(console: Console, what: str) -> Iterator[Callable[[str], None]]:
+    """A line with a clock on what is being done, gone at the end. What it gives says how far that is."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda text: bar.update(task, description=f"{what}: {text}")
+
+
+@contextmanager
 def listening(console: Console, heard: Listener | None = None) -> Iterator[Listener]:
     """A listener for the functions of `luthier.library`: it shows a line of progress while rows are prepared, and all
     remarks, those on the data among them. ``heard`` gets every event, once the line is gone where the event ends it.

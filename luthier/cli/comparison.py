@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from luthier.cli import EXIT_UNTRUE, JsonTarget, Overrides, reporting
+from luthier.cli import EXIT_UNTRUE, JsonTarget, Overrides, reporting, saying
 from luthier.terminal import plain_table
 from luthier.writing import counted, write_text
 
@@ -183,9 +182,5 @@ def _progress(console: Console, *, wanted: bool) -> Iterator[Callable[[int, int]
     if not wanted or not console.is_terminal:
         yield None
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("comparing", total=None)
-        yield lambda rows, changed: bar.update(
-            task, description=f"comparing: {counted(rows, 'row')}, {changed:,} change"
-        )
+    with saying(console, "comparing") as say:
+        yield lambda rows, changed: say(f"{counted(rows, 'row')}, {changed:,} change")

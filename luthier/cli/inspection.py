@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -11,11 +11,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from luthier import library
-from luthier.cli import EXIT_UNTRUE, ConfigFile, JsonTarget, Output, Overrides, listening, reporting, tell_preparation
+from luthier.cli import (
+    EXIT_UNTRUE,
+    ConfigFile,
+    JsonTarget,
+    Output,
+    Overrides,
+    listening,
+    reporting,
+    saying,
+    tell_preparation,
+)
 from luthier.errors import UserError
 from luthier.writing import counted, write_text
 
@@ -379,18 +388,17 @@ def _progress(console: Console) -> Iterator[library.Listener]:
     from luthier.check.verify.run import VerifyProgress
     from luthier.config.schema import RunConfig
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with ExitStack() as stack:
-        bar = Progress(*columns, console=console, transient=True)
-        task = bar.add_task("verifying", total=None)
+        lines: list[Callable[[str], None]] = []
 
         def show(event: object) -> None:
             match event:
                 case RunConfig() if event.tracking.progress and console.is_terminal:
-                    stack.enter_context(bar)
+                    lines.append(stack.enter_context(saying(console, "verifying")))
                 case VerifyProgress():
                     failed = f", {event.failed:,} fail" if event.failed else ""
                     lost = f", {event.lost:,} refused" if event.lost else ""
-                    bar.update(task, description=f"verifying: {counted(event.read, 'row')}{failed}{lost}")
+                    for say in lines:
+                        say(f"{counted(event.read, 'row')}{failed}{lost}")
 
         yield show

@@ -362,6 +362,18 @@ def splice(prompt: Segment, answer: Segment) -> Segment:
     )
 
 
+def spans_of(segment: Segment, *spans: slice) -> Segment:
+    """The tokens of some spans, one behind the other, targets and all."""
+    kept = spans[0] if len(spans) == 1 else np.r_[spans]
+    return replace(
+        segment,
+        input_ids=segment.input_ids[kept],
+        target=segment.target[kept],
+        weight=None if segment.weight is None else segment.weight[kept],
+        media=media_within(segment.media, spans),
+    )
+
+
 def _media_of(runs: Sequence[Segment | Sample], held: Sequence[int]) -> tuple[MediaItem, ...]:
     found: list[MediaItem] = []
     before = 0

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import Overflow
 from luthier.errors import RowDropped, UserError
+from luthier.layout import spans_of
 from luthier.records import Ints, MediaItem, Segment
 from luthier.writing import counted
 
@@ -101,7 +102,7 @@ def take_window(segment: Segment, window: SegmentCut) -> Segment:
     if whole and not window.open_end and not (len(segment) and segment.target[0]):
         return segment
     kept, own = [slice(0, window.head)] if window.head else [], slice(window.start, window.stop)
-    part = segment.part(*kept, own)
+    part = spans_of(segment, *kept, own)
     return replace(part, target=_trim(part.target, open_end=window.open_end))
 
 

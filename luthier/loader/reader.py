@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from luthier.collation import CollateSettings, Grid, MediaInputs, blank_grid, lay_out, lay_out_trees
 from luthier.collation.collator import to_batch
-from luthier.layout import leaf_segment, splice, tree_of_runs
+from luthier.layout import leaf_segment, spans_of, splice, tree_of_runs
 from luthier.layout.cutting import SegmentCut, take_window
 from luthier.packing import UnitKind
 from luthier.records import Address, Batch, Pack, Sample, Segment, Unit
@@ -169,7 +169,7 @@ class BatchReader:
         if not place["tail_stop"]:
             return segment
         theirs = leaf_segment(self.store[int(place["tail"])], 0)
-        return splice(segment, theirs.part(slice(int(place["tail_start"]), int(place["tail_stop"]))))
+        return splice(segment, spans_of(theirs, slice(int(place["tail_start"]), int(place["tail_stop"]))))
 
     def _trees(self, places: Places) -> list[Sample]:
         segments = [self._segment(place) for place in places]

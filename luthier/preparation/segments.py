@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from luthier.config.choices import Overflow
 from luthier.encoding.shortening import END_LEFT_OUT
 from luthier.errors import RowDropped, UserError
-from luthier.layout import cut_prompt, leaf_segment, splice
+from luthier.layout import cut_prompt, leaf_segment, spans_of, splice
 from luthier.layout.cutting import SegmentCut, cut_segment, learned_length, plan_windows, take_window
 from luthier.ledger import Ledger
 from luthier.packing import PATCH_COST, SegmentTable, UnitKind, completion_room
@@ -100,7 +100,7 @@ class SegmentIndex:
             own, other = self[index - 1], self[(index + 1) % len(self)]
             prompt, theirs = int(self.prompt_lengths[index]), int(self.prompt_lengths[(index + 1) % len(self)])
             room = int(self.lengths[index]) - prompt
-            return splice(own.part(slice(0, prompt)), other.part(slice(theirs, theirs + room)))
+            return splice(spans_of(own, slice(0, prompt)), spans_of(other, slice(theirs, theirs + room)))
         segment = leaf_segment(self.prepared[int(self.row_ids[index])], int(self._leaf_number[self._leaf[index]]))
         window = SegmentCut(
             head=int(self._head[index]),

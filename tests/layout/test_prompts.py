@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from luthier.layout import cut_prompt, held_of_leaves, leaf_segment, prompt_tree, splice, tree_of_runs
+from luthier.layout import cut_prompt, held_of_leaves, leaf_segment, prompt_tree, spans_of, splice, tree_of_runs
 from luthier.layout.cutting import SegmentCut, take_window
 from luthier.records import Branch, Sample, Segment
 
@@ -55,8 +55,8 @@ def test_a_tree_holds_the_prompt_once_and_unrolls_to_its_runs() -> None:
 
 
 def test_another_rows_answer_keeps_its_targets_and_the_prompt_has_none() -> None:
-    prompt = segment(1, 2, 3, 4, learned=2).part(slice(0, 3))
-    answer = segment(7, 8, 9, learned=2, weight=2).part(slice(1, 3))
+    prompt = spans_of(segment(1, 2, 3, 4, learned=2), slice(0, 3))
+    answer = spans_of(segment(7, 8, 9, learned=2, weight=2), slice(1, 3))
     joined = splice(prompt, answer)
     assert joined.input_ids.tolist() == [1, 2, 3, 8, 9]
     assert joined.target.tolist() == [False, False, False, True, True]

@@ -65,7 +65,7 @@ class Chart:
 
 
 def chart(
-    title: str, curves: Sequence[Curve], *, width: int = 720, height: int = 240, log: bool = False, over: str = "step"
+    title: str, curves: Sequence[Curve], *, width: int = 380, height: int = 190, log: bool = False, over: str = "step"
 ) -> Chart | None:
     """Lay curves out on common axes; values that are no numbers are left out. None if nothing is left.
 

@@ -8,7 +8,7 @@ output.dir/
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -338,7 +338,7 @@ def report_page(result: RunResult, told: Mapping[str, object], *, sample: Markup
         reward_over_length=None if drawn is None else _reward_over_length(drawn),
         numbers_of=numbers_of,
         sources=_sources(result),
-        source_charts=_source_charts(result),
+        source_charts=list(_source_charts(result)),
         wrong=_answers(result.generations, equal=False),
         right=_answers(result.generations, equal=True),
         max_right=MAX_RIGHT,
@@ -360,64 +360,60 @@ def _loss_charts(result: RunResult) -> dict[str, plots.Chart]:
 
 
 def _loss_curves(result: RunResult) -> list[plots.Curve]:
-    steps = [step.step for step in result.steps]
-    losses = [step.loss for step in result.steps]
+    steps, losses = [step.step for step in result.steps], [step.loss for step in result.steps]
     radius = plots.smoothing_radius(len(losses))
     look = "raw" if radius else "main"  # nothing to smooth: the curve itself is the main one
     # beside a smoothed line the steps are dots: a line would lie behind it, unseen
-    curves = [plots.Curve(name=f"loss per {result.unit}", look=look, steps=steps, values=losses, dots=bool(radius))]
+    curves = [_curve(f"loss per {result.unit}", look, zip(steps, losses, strict=True), dots=bool(radius))]
     if radius:
-        curves.append(plots.Curve(name="smoothed", look="main", steps=steps, values=plots.smoothed(losses, radius)))
+        curves.append(_curve("smoothed", "main", zip(steps, plots.smoothed(losses, radius), strict=True)))
     if result.evals:
-        evals = result.evals
-        values = [one.loss for one in evals]
-        curves.append(
-            plots.Curve(name="eval", look="eval", steps=[one.step for one in evals], values=values, dots=True)
-        )
+        curves.append(_curve("eval", "eval", ((one.step, one.loss) for one in result.evals), dots=True))
     return curves
 
 
-def _measure_charts(result: RunResult) -> list[plots.Chart]:
+def _curve(name: str, look: str, points: Iterable[tuple[float, float]], *, dots: bool = False) -> plots.Curve:
+    pairs = list(points)
+    return plots.Curve(name=name, look=look, steps=[x for x, _ in pairs], values=[y for _, y in pairs], dots=dots)
+
+
+def _small(title: str, curves: Sequence[plots.Curve], *, log: bool = False) -> Iterator[plots.Chart]:
+    """A small chart, if there is something to draw."""
+    if (drawn := plots.chart(title, curves, log=log)) is not None:
+        yield drawn
+
+
+def _measure_charts(result: RunResult) -> Iterator[plots.Chart]:
     """What is measured beside the loss where answers are compared, in training and on held-out rows."""
-    measured = {name for step in result.steps for name in step.measures}
-    charts = []
     for title, first, second in MEASURE_CHARTS:
-        curves = [_measured(result, first, "main", "chosen" if second else "training")]
+        curve = _measured(result, first, "main", "chosen" if second else "training")
         if second is None:
             judged = [one for one in result.evals if first in one.measures and one.judged is not None]
-            values = [one.measures[first] for one in judged]
-            curves.append(
-                plots.Curve(name="eval", look="eval", steps=[one.step for one in judged], values=values, dots=True)
-            )
+            beside = _curve("eval", "eval", ((one.step, one.measures[first]) for one in judged), dots=True)
         else:
-            curves.append(_measured(result, second, "raw", "rejected"))
-        if first in measured:
-            charts.append(plots.chart(title, [curve for curve in curves if curve.steps], width=380, height=190))
-    return [one for one in charts if one is not None]
+            beside = _measured(result, second, "raw", "rejected")
+        if curve.steps:
+            yield from _small(title, [curve, *([beside] if beside.steps else [])])
 
 
-def _drawn_charts(result: RunResult) -> list[plots.Chart]:
+def _drawn_charts(result: RunResult) -> Iterator[plots.Chart]:
     """What is measured of answers that the run drew; of rewards the sum, and each where there are several."""
     if not _rewards(result):
-        return []
+        return
     names = {name for step in result.steps for name in step.measures}
     each = sorted(name for name in names if name.startswith("reward/"))
-    charts = []
     for title, measures in DRAWN_CHARTS:
         shown = [*measures, *(each if title == "reward" and len(each) > 1 else [])]
         for start in range(0, len(shown), len(LOOKS)):
             some = zip(shown[start : start + len(LOOKS)], LOOKS, strict=False)
             curves = [_measured(result, name, look, name.rpartition("/")[2]) for name, look in some]
             curves = [curve for curve in curves if curve.steps]
-            log = title.startswith("gap") and plots.spans_decades(curves)
-            charts.append(plots.chart(title, curves, width=380, height=190, log=log))
-    return [one for one in charts if one is not None]
+            yield from _small(title, curves, log=title.startswith("gap") and plots.spans_decades(curves))
 
 
 def _reward_over_length(drawn: AnswersOfRun) -> plots.Chart | None:
-    lengths, rewards = [length for length, _ in drawn.points], [reward for _, reward in drawn.points]
-    curve = plots.Curve(name="", look="point", steps=lengths, values=rewards, dots=True)
-    return plots.chart("reward over tokens of the answer", [curve], width=380, height=190, over="tokens")
+    curve = _curve("", "point", drawn.points, dots=True)
+    return plots.chart("reward over tokens of the answer", [curve], over="tokens")
 
 
 def _rewards(result: RunResult) -> list[float]:
@@ -432,27 +428,17 @@ def _mean_rewards(result: RunResult) -> tuple[float, float] | None:
 
 
 def _measured(result: RunResult, measure: str, look: str, name: str) -> plots.Curve:
-    steps = [step for step in result.steps if measure in step.measures]
-    return plots.Curve(
-        name=name, look=look, steps=[step.step for step in steps], values=[step.measures[measure] for step in steps]
-    )
+    return _curve(name, look, ((s.step, s.measures[measure]) for s in result.steps if measure in s.measures))
 
 
-def _small_charts(result: RunResult) -> list[plots.Chart]:
-    steps = [step.step for step in result.steps]
-    measured = [step for step in result.steps if step.grad_norm is not None]
-    norms = [step.grad_norm for step in measured if step.grad_norm is not None]
-    curves = {
-        "learning rate": plots.Curve(
-            name="", look="main", steps=steps, values=[step.learning_rate for step in result.steps]
-        ),
-        "gradient norm": plots.Curve(name="", look="main", steps=[step.step for step in measured], values=norms),
-        "tokens a second": plots.Curve(
-            name="", look="main", steps=steps, values=[step.tokens_per_second for step in result.steps]
-        ),
+def _small_charts(result: RunResult) -> Iterator[plots.Chart]:
+    of_step = {
+        "learning rate": [(step.step, step.learning_rate) for step in result.steps],
+        "gradient norm": [(step.step, step.grad_norm) for step in result.steps if step.grad_norm is not None],
+        "tokens a second": [(step.step, step.tokens_per_second) for step in result.steps],
     }
-    charts = [plots.chart(title, [curve], width=380, height=190) for title, curve in curves.items()]
-    return [one for one in charts if one is not None]
+    for title, points in of_step.items():
+        yield from _small(title, [_curve("", "main", points)])
 
 
 def _sources(result: RunResult) -> list[dict[str, object]]:
@@ -463,19 +449,15 @@ def _sources(result: RunResult) -> list[dict[str, object]]:
     return [{"took": source, "losses": losses.get(source.name)} for source in result.mixture]
 
 
-def _source_charts(result: RunResult) -> list[plots.Chart]:
+def _source_charts(result: RunResult) -> Iterator[plots.Chart]:
     """The losses of the data sets with the most tokens."""
-    largest = sorted(result.mixture, key=lambda source: -source.tokens)[:MAX_SOURCE_CHARTS]
-    charts = []
-    for name in (source.name for source in largest):
-        of_step = {step.step: step.loss_by_source[name] for step in result.steps if name in step.loss_by_source}
-        of_eval = {one.step: one.loss_by_source[name] for one in result.evals if name in one.loss_by_source}
-        curves = [
-            plots.Curve(name="loss", look="main", steps=list(of_step), values=list(of_step.values())),
-            plots.Curve(name="eval", look="eval", steps=list(of_eval), values=list(of_eval.values()), dots=True),
-        ]
-        charts.append(plots.chart(name, curves, width=380, height=190))
-    return [one for one in charts if one is not None]
+    for source in sorted(result.mixture, key=lambda source: -source.tokens)[:MAX_SOURCE_CHARTS]:
+        of_step, of_eval = (
+            [(each.step, each.loss_by_source[source.name]) for each in told if source.name in each.loss_by_source]
+            for told in (result.steps, result.evals)
+        )
+        curves = [_curve("loss", "main", of_step), _curve("eval", "eval", of_eval, dots=True)]
+        yield from _small(source.name, curves)
 
 
 def _answers(rounds: tuple[GenerationRound, ...], *, equal: bool) -> list[dict[str, object]]:
