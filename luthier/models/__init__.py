@@ -242,14 +242,22 @@ def stretched_beyond(config: PretrainedConfig) -> int | None:
     return min(limits, default=None)
 
 
+def scaled_beyond(config: PretrainedConfig) -> int | None:
+    """Up to how many tokens a row's place in a batch changes nothing; None: however many.
+
+    Llama 4 scales attention by the place of a token in its row of the batch, padding and other sequences included.
+    """
+    text = config.get_text_config()
+    scale = getattr(text, "floor_scale", None) if getattr(text, "attn_temperature_tuning", False) else None
+    return int(scale) - 1 if scale else None
+
+
 def alike_in_company(config: PretrainedConfig) -> int | None:
     """Up to how many tokens a model reads a row beside others, padded on the left, as it reads the row alone.
 
-    None: however long the rows are. Llama 4 scales attention by the place in the batch, padding included.
+    None: however long the rows are.
     """
-    text, limit = config.get_text_config(), stretched_beyond(config)
-    scaled = getattr(text, "floor_scale", None) if getattr(text, "attn_temperature_tuning", False) else None
-    limits = [limit, int(scaled) - 1 if scaled else None]
+    limits = [stretched_beyond(config), scaled_beyond(config)]
     return min((each for each in limits if each is not None), default=None)
 
 

@@ -19,7 +19,7 @@ from luthier.collation import CollateSettings
 from luthier.collation.collator import collate_packs, collate_trees, unpacked
 from luthier.errors import ModelError
 from luthier.media.families import PREFIX_TYPES
-from luthier.models import MediaNeeds, evaluating, plain_model, set_text_attention, text_attention
+from luthier.models import MediaNeeds, evaluating, is_multimodal, plain_model, set_text_attention, text_attention
 from luthier.models.attention import PLAN, SEGMENTS, BlockReach, plan_attention, register_attention
 from luthier.models.encoders import with_encoder_outputs
 from luthier.models.mixers import Isolation, Windows, attention_inputs, layer_windows, part_mixers
@@ -179,8 +179,10 @@ class Trial:
         self.num_rows = num_rows
         self.first, self.second = _cut(segments[0]), _cut(segments[len(segments) - 1])
         self.changed = replace(self.first, input_ids=self.first.input_ids[::-1] // 2)
-        # the model's own way with pictures, which ours has to be equal to
-        self.own = self._quietly(self._own) if needs.types else None
+        # the model's own way, with words and with pictures that it sees both ways, which ours has to be equal to
+        plain = plain_model(model)
+        reads_words = text_attention(plain) in ("sdpa", "eager") and not is_multimodal(plain.config)
+        self.own = self._quietly(self._own) if needs.types or reads_words else None
 
     def problem(self, chosen: ChosenIsolation) -> str | None:
         """None: it holds."""

@@ -10,6 +10,8 @@ import torch
 from tiny_models import MODELS, tiny_model, tree
 from tiny_runs import make_config, make_data, make_segments
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     BloomConfig,
     BloomForCausalLM,
     FalconConfig,
@@ -209,3 +211,34 @@ def test_a_model_that_reads_padding_is_refused_where_rows_are_padded(
     with pytest.raises(ModelError, match="Qwen3ForCausalLM reads a padded row otherwise: padded logits differ by"):
         run(2)
     run(1)
+
+
+def test_a_model_that_sees_both_ways_is_not_trained_as_one_that_sees_what_is_before() -> None:
+    model = BertLMHeadModel(BertConfig(**{**SHORT, "max_position_embeddings": 64}))
+    with pytest.raises(ModelError, match="sdpa by masks: packed logits differ by"):
+        _choose(model, asked="sdpa")
+
+
+SCALED = {
+    "floor_scale": 40, "no_rope_layers": [0, 1], "attention_chunk_size": 40, "num_local_experts": 2,
+    "intermediate_size_mlp": 64, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("longest", [39, 128])
+def test_a_model_whose_attention_counts_places_in_the_row_has_rows_of_one_sequence_where_they_are_long(
+    longest: int, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    folder = tmp_path / "model"
+    size = {**SIZES, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": None}
+    Llama4TextConfig(**size, **SCALED, architectures=["Llama4ForCausalLM"]).save_pretrained(folder)
+    model = {"name_or_path": str(folder), "tokenizer_name_or_path": "preset:tiny-qwen3", "random_init": True}
+    train = {"train__max_steps": 1, "train__packing": "window"}
+    config = make_config(tmp_path / "out", model=model, data__max_length=longest, **train)
+    told: list[str] = []
+    data = make_data(make_segments(6, longest=longest))
+    fit_data(config, tokenizer, data, on_event=lambda event: told.append(getattr(event, "text", "")))
+    scaled = [text for text in told if text.endswith("scaled by a token's place in the row, from 40 tokens on")]
+    assert len(scaled) == (longest > 39)
+    apart = "by padding, each in a row of its own" if scaled else "by positions that restart"
+    assert any(text.endswith(apart) for text in told)

@@ -28,6 +28,7 @@ from luthier.models import (
     model_needs,
     plain_model,
     routers,
+    scaled_beyond,
     sharding,
     text_attention,
 )
@@ -108,6 +109,10 @@ def _isolation(parts: ObjectiveParts, model: nn.Module, tell: Callable[[str], No
     where the model cannot have them as trees; its way of isolation then has ``shared`` unset.
     """
     needs, config = _needs(parts), parts.config
+    limit, longest = scaled_beyond(parts.loaded.model.config), config.data.max_length * units_of(config).size
+    if limit is not None and longest > limit:
+        why = f"it is scaled by a token's place in the row, from {limit + 1:,} tokens on"
+        needs = replace(needs, refusal=f"in rows of several sequences: {why}")
     choose = partial(
         choose_isolation,
         model,
