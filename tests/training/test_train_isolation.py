@@ -238,7 +238,7 @@ def test_a_model_whose_attention_counts_places_in_the_row_has_rows_of_one_sequen
     told: list[str] = []
     data = make_data(make_segments(6, longest=longest))
     fit_data(config, tokenizer, data, on_event=lambda event: told.append(getattr(event, "text", "")))
-    scaled = [text for text in told if text.endswith("scaled by a token's place in the row, from 40 tokens on")]
+    scaled = [text for text in told if text.endswith("scaled by a token's place in the row, from place 40 on")]
     assert len(scaled) == (longest > 39)
     apart = "by padding, each in a row of its own" if scaled else "by positions that restart"
     assert any(text.endswith(apart) for text in told)

@@ -111,7 +111,7 @@ def _isolation(parts: ObjectiveParts, model: nn.Module, tell: Callable[[str], No
     needs, config = _needs(parts), parts.config
     limit, longest = scaled_beyond(parts.loaded.model.config), config.data.max_length * units_of(config).size
     if limit is not None and longest > limit:
-        why = f"it is scaled by a token's place in the row, from {limit + 1:,} tokens on"
+        why = f"it is scaled by a token's place in the row, from place {limit + 1:,} on"
         needs = replace(needs, refusal=f"in rows of several sequences: {why}")
     choose = partial(
         choose_isolation,
