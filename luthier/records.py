@@ -418,7 +418,8 @@ class MediaItem:
     around and between them (rows, tiles, timestamps). No cut may go through them. ``encoder_length`` is about how many
     positions (patches, frames) the model's encoder runs through for the item; planning reads it. ``opening`` and
     ``closing``: how many control tokens of the template directly before and behind it mark it (<|vision_start|>); a cut
-    keeps them with it.
+    keeps them with it. ``counts_together``: how many tokens it has depends on the others of its context; a cut keeps
+    all of these together.
     """
 
     media: Media
@@ -428,6 +429,7 @@ class MediaItem:
     encoder_length: int = 0
     opening: int = 0
     closing: int = 0
+    counts_together: bool = False
 
     def whole(self, max_length: int) -> slice:
         """The tokens that a cut keeps together: its own, and what marks it if all of that fits."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -233,24 +234,27 @@ class MediaInputs:
         nothing; ``lost`` says why.
         """
         family = self.processor.family
-        known = self._features_of([items for groups in grid.media for items in groups])
+        contexts = [
+            [_contexts(items, branches) for items in groups]
+            for groups, branches in zip(grid.media, grid.branches, strict=True)
+        ]
+        known = self._features_of([items for groups in contexts for apart in groups for items in apart])
         lost: list[records.LostMedia] = []
         rows: list[list[Features]] = []
         number = 0
-        for row, groups in enumerate(grid.media):
+        for row, groups in enumerate(contexts):
             rows.append([])
-            for items in groups:
-                found = known[_key(items)]
-                if family.decoder_names and len(items) != 1:
-                    found = RowError(
-                        "media_count", f"{counted(len(items), 'media item')} in a row, and the model reads one"
-                    )
-                if isinstance(found, RowError):
-                    lost.append(records.LostMedia(group=number, reason=found.reason, detail=found.detail))
+            for apart in groups:
+                made = [known[_key(items)] for items in apart]
+                error = next((found for found in made if isinstance(found, RowError)), None)
+                if family.decoder_names and (count := sum(map(len, apart))) != 1:
+                    error = RowError("media_count", f"{counted(count, 'media item')} in a row, and the model reads one")
+                if error is not None:
+                    lost.append(records.LostMedia(group=number, reason=error.reason, detail=error.detail))
                     if family.decoder_names:  # each row has a picture, that of one without its own is black
                         rows[row].append(self._black)
                 else:
-                    rows[row].append(found)
+                    rows[row] += [found for found in made if not isinstance(found, RowError)]
                 number += 1
         if lost:
             grid = _blanked(grid, {loss.group for loss in lost}, how)
@@ -355,6 +359,25 @@ def _prefix_types(grid: Grid) -> NDArray[np.int64]:
         for span in spans:
             types_BT[row, span] = np.logical_or.accumulate(grid.learned_BT[row, span])
     return types_BT
+
+
+def _contexts(
+    items: tuple[records.MediaItem, ...], branches: Sequence[records.Branch]
+) -> list[tuple[records.MediaItem, ...]]:
+    """The items of a segment or tree, those apart that no inference shows together, as answers' own are.
+
+    ``branches`` are the row's: those below one that has items belong to it.
+    """
+    if len(items) < 2 or all(branch.parent < 0 for branch in branches):
+        return [items]
+    ends = np.cumsum([branch.length for branch in branches])
+    holders = np.searchsorted(ends, [item.start for item in items], side="right").tolist()
+    highest: list[int] = []  # on the way to each branch, the first one that has items
+    for number, branch in enumerate(branches):
+        above = highest[branch.parent] if branch.parent >= 0 else -1
+        highest.append(above if above >= 0 else number if number in holders else -1)
+    of_items = iter(holders)
+    return [tuple(apart) for _, apart in groupby(items, key=lambda _: highest[next(of_items)])]
 
 
 def _key(items: Sequence[records.MediaItem]) -> _Key:

@@ -17,7 +17,7 @@ from luthier.config.inputs import MediaConfig, ModelConfig, TemplateConfig
 from luthier.config.schema import RunConfig
 from luthier.encoding.measuring import Measurer
 from luthier.encoding.pieces import Assembler
-from luthier.encoding.shortening import Shortener, ShorterRow, side_by_side
+from luthier.encoding.shortening import Shortener, ShorterRow, renumbered
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 from luthier.errors import RowDropped, RowError, TemplateError
 from luthier.layout import prompt_tree
@@ -37,7 +37,7 @@ from luthier.records import (
 )
 from luthier.rendering import ControlTokens
 from luthier.rendering.blueprint import Expansion, Filled, PreferenceData
-from luthier.rendering.other_rows import refuse
+from luthier.rendering.other_rows import refuse, side_by_side
 from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy, rules_from_config
 from luthier.store.format import BLOBS, default_root
@@ -161,19 +161,24 @@ class Encoder:
             row = self.measurer.with_short_sounds(row)
             if not (contexts := self._contexts(row)):
                 return self.renderer.render(row)
-            rendered = [self._renderer_under(shorter.policy).render(shorter.row) for shorter in contexts]
-            return side_by_side(rendered, [shorter.kept for shorter in contexts])
+            rendered = [
+                renumbered(self._renderer_under(shorter.policy).render(shorter.row), shorter.kept)
+                for shorter in contexts
+            ]
+            return side_by_side(rendered)
         except RowError as error:
             raise error.at(row.address) from error
 
     def expansions(self, row: Row) -> tuple[Expansion, ...]:
-        """What stands for each of the row's media. Raises `RowError` with the row's address."""
+        """What stands for each of the media that `render` gives. Raises `RowError` with the row's address."""
         try:
             row = self.measurer.with_short_sounds(row)
-            if not (contexts := self._contexts(row)):
-                return self.measurer.measure(self.renderer.fill(row)).expansions
-            filled = (self._renderer_under(shorter.policy).fill(shorter.row) for shorter in contexts)
-            return tuple(expansion for one in filled for expansion in self.measurer.measure(one).expansions)
+            contexts = self._contexts(row)
+            filled = [self._renderer_under(shorter.policy).fill(shorter.row) for shorter in contexts] or [
+                self.renderer.fill(row)
+            ]
+            sides = [side for one in filled for side in self.measurer.measure(one).sides]
+            return tuple(expansion for side in sides for expansion in side.expansions)
         except RowError as error:
             raise error.at(row.address) from error
 
@@ -315,10 +320,10 @@ def _as_given(row: Tokenized, renderer: Renderer, tokenizer: Tokenizer, measurer
 
 
 def _assembled(batch: Sequence[Filled | Sample | RowError], assembler: Assembler) -> Iterator[Sample | RowError]:
-    outcomes = iter(assembler.assemble([part for item in batch if isinstance(item, Filled) for part in parts_of(item)]))
+    outcomes = iter(assembler.assemble([part for item in batch if isinstance(item, Filled) for part in item.sides]))
     ids = assembler.control_ids
     for item in batch:
-        yield join(item, [next(outcomes) for _ in parts_of(item)], ids) if isinstance(item, Filled) else item
+        yield join(item, [next(outcomes) for _ in item.sides], ids) if isinstance(item, Filled) else item
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -332,14 +337,8 @@ def _assembled(batch: Sequence[Filled | Sample | RowError], assembler: Assembler
 # each continuation is a leaf of its own, and no target is shared, also where two continuations begin alike.
 
 
-def parts_of(filled: Filled) -> tuple[Filled, ...]:
-    """What is encoded of a row: itself and, of a pair, the prompt with the rejected continuation."""
-    comparison = filled.comparison
-    return (filled,) if comparison is None or comparison.rejected is None else (filled, comparison.rejected)
-
-
 def join(filled: Filled, outcomes: Sequence[Sample | RowError], control_ids: NDArray[np.int32]) -> Sample | RowError:
-    """The row's sample from those of `parts_of`, or why there is none. ``control_ids`` are all control tokens' ids."""
+    """The row's sample from those of its `sides`, or why there is none. ``control_ids`` are all control tokens' ids."""
     samples: list[Sample] = []
     for outcome in outcomes:
         if isinstance(outcome, RowError):
@@ -350,11 +349,20 @@ def join(filled: Filled, outcomes: Sequence[Sample | RowError], control_ids: NDA
     if filled.comparison is None:
         return replace(samples[0], for_rewards=filled.for_rewards) if filled.for_rewards else samples[0]
     prompt_length = min(int(sample.target.argmax()) for sample in samples)
-    for part, sample in zip(parts_of(filled)[1:], samples[1:], strict=True):
+    for part, sample in zip(filled.sides[1:], samples[1:], strict=True):
         common = _common_length(samples[0].input_ids, sample.input_ids)
         if common < prompt_length:  # a rule takes out how the answers begin, and they begin differently
             assert part.prompt_text == filled.prompt_text, "one prompt, rendered twice"
             prompt_length = common
+    # an item that counts otherwise beside those of one of the answers belongs to each of the continuations
+    items = [item for sample in samples for item in sample.media]
+    cut = (item.start for item in items if item.start < prompt_length < item.start + item.length)
+    prompt_length = min(cut, default=prompt_length)
+    if len(samples) == 1 and any(item.counts_together and item.start >= prompt_length for item in items):
+        what = (
+            "this model counts the tokens of an item by how many there are, and the answer, which has some itself, is"
+        )
+        return RowError("media_contexts", f"{what} measured under other prompts, too", address=filled.address)
     if not prompt_length:
         what = "there is nothing before the answer, so nothing predicts its first token"
         return RowError("empty_prompt", what, address=filled.address)

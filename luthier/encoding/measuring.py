@@ -109,27 +109,21 @@ class Measurer:
         assert processor is not None, "a model that takes no media has refused the row before"
         following = _following(filled) if processor.looks_behind else ()
         texts = processor.expand(headers, following)
-        shown = {
-            max(numbers, default=-1) + 1
-            for numbers in [
-                [piece.number for piece in path if isinstance(piece, records.MediaPiece)]
-                for path in filled.blueprint.paths
-            ]
-        }
-        for count in shown - {0, len(texts)}:  # a turn before the row's last item
+        for count in _shown(filled.blueprint.paths) - {0, len(texts)}:  # a turn before the row's last item
             if processor.expand(headers[:count], following[:count]) != texts[:count]:
                 raise RowError(
                     "media_contexts",
                     f"this model counts the tokens of an item by how many there are, and inference shows {count} of "
                     f"the row's {counted(len(texts), 'item')} in one turn and all of them in another; "
-                    f"make rows of one turn of it",
+                    f"make rows of one turn of it, or set template.train_on: last_assistant",
                 )
         if any(item.slots is not None for item in media):
             _check_slots(media, texts, self._slots)
             media = [replace(item, slots=None) for item in media]
         expansions = tuple(
-            Expansion(media=item, header=header, text=text, fold=_fold(processor, item))
+            Expansion(media=item, header=header, text=text, fold=rule.fold, counts_together=rule.counts_together)
             for item, header, text in zip(media, headers, texts, strict=True)
+            for rule in (processor.rule(MediaKind(kind_of_media(item))),)
         )
         split = sum(
             isinstance(item, records.Audio) and item.window is not None and item.window[0] == 0 for item in media
@@ -227,10 +221,17 @@ def slots_of(processor: MediaProcessor) -> MediaSlots:
     return framed_slots(slots, own.source, own.special_tokens, own.control)
 
 
-def _fold(processor: MediaProcessor, media: records.Media) -> int:
-    rule = processor.family.rule(MediaKind(kind_of_media(media)))
-    assert rule is not None, "a kind that the model does not take was refused before"
-    return rule.fold
+def _shown(paths: Sequence[Sequence[records.Piece]]) -> set[int]:
+    """How many items inference shows: for each answer, those before it."""
+    found = set[int]()
+    for path in paths:
+        count = 0
+        for piece in path:
+            if isinstance(piece, records.MediaPiece):
+                count = max(count, piece.number + 1)
+            elif piece.by_model and piece.message is not None:  # of a document there is one context
+                found.add(count)
+    return found
 
 
 def _following(filled: Filled) -> list[str]:

@@ -255,6 +255,7 @@ class Assembler:
                 encoder_length=(stop - start) * row.expansions[number].fold,
                 opening=opening,
                 closing=closing,
+                counts_together=row.expansions[number].counts_together,
             )
             for (number, _, _), (start, stop), (opening, closing) in zip(assembly.media, spans, marks, strict=True)
         )

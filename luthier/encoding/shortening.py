@@ -21,7 +21,7 @@ from luthier.config.choices import TrainOn
 from luthier.errors import RowDropped, RowError
 from luthier.layout import join_trees, tree_of_runs
 from luthier.layout.cutting import learned_length
-from luthier.records import Conversation, Feedback, Media, MediaPiece, Message, Piece, Preference, Rendered, Row, Sample
+from luthier.records import Conversation, Feedback, Message, Piece, Preference, Rendered, Row, Sample
 from luthier.rendering.other_rows import continuations, unlearned, with_system
 from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns
 from luthier.writing import counted
@@ -205,21 +205,14 @@ class _ShorterSamples:
     answers_lost: int = 0
 
 
-def side_by_side(rendered: Sequence[Rendered], kept: Sequence[Sequence[int]]) -> Rendered:
-    """The paths of shorter rows as those of one row, their messages numbered as in the whole one."""
-    paths: list[tuple[Piece, ...]] = []
-    media: list[Media] = []
-    for one, numbers in zip(rendered, kept, strict=True):
-        paths += [tuple(_renumbered(piece, numbers, len(media)) for piece in path) for path in one.paths]
-        media += one.media
-    return replace(rendered[0], paths=tuple(paths), media=tuple(media))
+def renumbered(rendered: Rendered, kept: Sequence[int]) -> Rendered:
+    """A shorter row with its messages numbered as in the whole one."""
+    paths = (tuple(_renumbered(piece, kept) for piece in path) for path in rendered.paths)
+    return replace(rendered, paths=tuple(paths))
 
 
-def _renumbered(piece: Piece, numbers: Sequence[int], num_media: int) -> Piece:
-    message = None if piece.message is None else numbers[piece.message]
-    if isinstance(piece, MediaPiece):
-        return replace(piece, message=message, number=piece.number + num_media)
-    return replace(piece, message=message)
+def _renumbered(piece: Piece, kept: Sequence[int]) -> Piece:
+    return piece if piece.message is None else replace(piece, message=kept[piece.message])
 
 
 def longest_learned(sample: Sample, *, whole: bool = False) -> int:

@@ -61,7 +61,7 @@ def plan_windows(segment: Segment, *, max_length: int, overflow: Overflow) -> li
     """Where to cut a segment; windows without targets are in the list too. No cut goes through a media item or parts it
     from the tokens that mark it: it is made before them, and what follows is lost with it (truncate) or begins the next
     window (split; no window at all if an item alone is longer than ``max_length``, for what comes after it is about
-    something that nobody sees).
+    something that nobody sees). Items that count together are one in this.
 
     Raises `RowDropped` (``too_long``) under ``Overflow.DROP`` and ``KEEP_ANSWER``, `UserError` under ``ERROR``.
     """
@@ -83,10 +83,15 @@ def plan_windows(segment: Segment, *, max_length: int, overflow: Overflow) -> li
                 "too_long", f"{counted(len(target), 'token')}, data.max_length is {max_length}", address=address
             )
         case Overflow.TRUNCATE:
-            stop = _before_media(segment.media, max_length, max_length)
+            stop = _before_media(_kept_whole(segment.media, max_length), max_length)
             return [_window(target, 0, stop, is_text=_is_text(target))]
         case Overflow.SPLIT:
-            return [] if any(item.length > max_length for item in segment.media) else _split(segment, max_length)
+            wholes = _kept_whole(segment.media, max_length)
+            return (
+                []
+                if any(whole.stop - whole.start > max_length for whole in wholes)
+                else _split(segment, max_length, wholes)
+            )
         case _:
             raise AssertionError(f"unknown overflow policy {overflow!r}")
 
@@ -106,7 +111,7 @@ def take_window(segment: Segment, window: SegmentCut) -> Segment:
     return replace(part, target=_trim(part.target, open_end=window.open_end))
 
 
-def _split(segment: Segment, max_length: int) -> list[SegmentCut]:
+def _split(segment: Segment, max_length: int, wholes: Sequence[slice]) -> list[SegmentCut]:
     target = segment.target
     num_tokens = len(target)
     if _is_text(target):  # windows one behind the other
@@ -114,6 +119,7 @@ def _split(segment: Segment, max_length: int) -> list[SegmentCut]:
         return [_window(target, start, min(start + max_length, num_tokens), is_text=True) for start in starts]
     # stops[i]: an answer's last target is at stops[i] - 1, so a window may end there
     stops = np.flatnonzero(target[:-1] & ~target[1:]) + 1
+    stops = stops[[_before_media(wholes, int(stop)) == stop for stop in stops]]
     windows = []
     start = 0
     while start < num_tokens:
@@ -124,7 +130,7 @@ def _split(segment: Segment, max_length: int) -> list[SegmentCut]:
             last = int(np.searchsorted(stops, limit, side="right")) - 1
             # [q q A A q q q | A A]: the cut goes behind the second A, not to the limit
             behind = int(stops[last]) if last >= 0 else start
-            stop = behind if behind > start else _before_media(segment.media, limit, max_length)
+            stop = behind if behind > start else _before_media(wholes, limit)
             assert stop > start, f"a window without a token at {start}"
         windows.append(_window(target, start, stop))
         start = stop
@@ -151,9 +157,16 @@ def _trim(target: NDArray[np.bool_], *, open_end: bool) -> NDArray[np.bool_]:
     return trimmed
 
 
-def _before_media(media: Sequence[MediaItem], stop: int, max_length: int) -> int:
-    """The cut, or the beginning of the item, with what marks it, that it would go through."""
-    wholes = (item.whole(max_length) for item in media)
+def _kept_whole(media: Sequence[MediaItem], max_length: int) -> list[slice]:
+    """The tokens that no cut goes through: each item's, and all from the first to the last that count together."""
+    wholes = [item.whole(max_length) for item in media if not item.counts_together]
+    if company := [item.whole(max_length) for item in media if item.counts_together]:
+        wholes.append(slice(company[0].start, company[-1].stop))
+    return wholes
+
+
+def _before_media(wholes: Sequence[slice], stop: int) -> int:
+    """The cut, or the beginning of what it would go through of what is kept whole."""
     return next((whole.start for whole in wholes if whole.start < stop < whole.stop), stop)
 
 

@@ -454,7 +454,10 @@ def _cut_prompt_of(prepared: PreparedSet, row: int, leaves: Leaves, ends: Ints, 
     sample = prepared[row]
     prompt = sample.branches[0].length
     room = max_length - (int(ends[own].max()) - prompt)
-    kept = cut_prompt(sample.prompt_turns, prompt, room=room)
+    company = [item.start for item in sample.media if item.counts_together]
+    head, *turns = sample.prompt_turns or (0,)
+    turns = [turn for turn in turns if len({head <= start < turn for start in company}) < 2]
+    kept = cut_prompt((head, *turns), prompt, room=room)
     if kept is None or not leaves.num_targets[own].all():
         return
     head, start = kept

@@ -345,13 +345,14 @@ class Expansion:
     """A media item whose header was read, and the text that the model's processor puts in the place of its token.
 
     The text is the template's side: control strings in it are control tokens. ``fold`` is how many positions of the
-    model's encoder became one token of it.
+    model's encoder became one token of it. ``counts_together``: the text depends on the other items of the context.
     """
 
     media: Media
     header: MediaHeader
     text: str
     fold: int = 1
+    counts_together: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,6 +377,12 @@ class Filled:
     is_prompt: bool = False
     for_rewards: str = ""
     comparison: PreferenceData | None = None
+
+    @property
+    def sides(self) -> tuple[Filled, ...]:
+        """What is encoded of a row: itself and, of a pair, the prompt with the rejected continuation."""
+        rejected = None if self.comparison is None else self.comparison.rejected
+        return (self,) if rejected is None else (self, rejected)
 
     @property
     def notes(self) -> tuple[tuple[str, int], ...]:

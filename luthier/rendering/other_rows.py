@@ -121,6 +121,20 @@ def _refuse_blank(row: ComparedRow) -> None:
             )
 
 
+def side_by_side(rendered: Sequence[records.Rendered]) -> records.Rendered:
+    """The paths of several rows as those of the first, with the media of all."""
+    found: list[tuple[records.Piece, ...]] = []
+    media: list[records.Media] = []
+    for one in rendered:
+        found += [tuple(_behind(piece, len(media)) for piece in path) for path in one.paths]
+        media += one.media
+    return replace(rendered[0], paths=tuple(found), media=tuple(media))
+
+
+def _behind(piece: records.Piece, num_media: int) -> records.Piece:
+    return replace(piece, number=piece.number + num_media) if isinstance(piece, records.MediaPiece) else piece
+
+
 def as_question(row: records.Conversation) -> records.Conversation:
     """A conversation that ends before an answer as a history to be answered; others stay what they are."""
     return replace(row, add_generation_prompt=True) if row.messages[-1].role in ("user", "tool") else row

@@ -85,11 +85,9 @@ class Renderer:
     def render(self, row: records.Row) -> records.Rendered:
         """The paths of a row. Raises `RowError` if the row cannot be trained on as inference would see it."""
         filled = self.fill(row)
-        rendered = replace(filled.blueprint.rendered(filled.values, filled.address), media=filled.media)
-        if filled.comparison is None or filled.comparison.rejected is None:
-            return rendered
-        rejected = filled.comparison.rejected
-        return replace(rendered, paths=rendered.paths + rejected.blueprint.rendered(rejected.values, row.address).paths)
+        return other_rows.side_by_side(
+            [replace(one.blueprint.rendered(one.values, row.address), media=one.media) for one in filled.sides]
+        )
 
     def fill(self, row: records.Row) -> Filled:
         """The same, as a blueprint with values. Raises `RowError`; `TemplateError` if a replay turns out wrong."""

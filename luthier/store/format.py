@@ -293,7 +293,7 @@ def media_from_bytes(encoded: bytes) -> tuple[tuple[MediaItem, ...], str]:
 
 def _plain(item: MediaItem) -> list[object]:
     kind = next(kind for kind, of_kind in MEDIA.items() if isinstance(item.media, of_kind))
-    numbers = [item.start, item.length, item.encoder_length, item.opening, item.closing]
+    numbers = [item.start, item.length, item.encoder_length, item.opening, item.closing, item.counts_together]
     return [kind, _values(item.media), _values(item.header), *numbers]
 
 
@@ -316,8 +316,7 @@ def _item(plain: list[Any]) -> MediaItem:
         start=start,
         length=length,
         encoder_length=encoder_length,
-        opening=marks[0] if marks else 0,  # older stores do not say
-        closing=marks[1] if marks else 0,
+        **dict(zip(("opening", "closing", "counts_together"), marks, strict=False)),  # older stores do not say
     )
 
 

@@ -39,11 +39,24 @@ from luthier.check.show.view import RowView, show_batch, show_pack, show_sample
 from luthier.check.terminal import RowText, TokenTable
 from luthier.collation import MediaInputs
 from luthier.collation.collator import collate_packs
+from luthier.config.choices import RowKind
 from luthier.encoding.encoder import Encoder
 from luthier.media.families import MediaKind
 from luthier.media.files import MediaAccess
 from luthier.media.geometry.videos import sampled_frames
-from luthier.records import Audio, AudioHeader, Document, Image, MediaItem, Pack, Row, Text, Video, VideoHeader
+from luthier.records import (
+    Audio,
+    AudioHeader,
+    Document,
+    Image,
+    MediaItem,
+    Pack,
+    Preference,
+    Row,
+    Text,
+    Video,
+    VideoHeader,
+)
 
 SLOTS = ("<|image_pad|>", "<|video_pad|>")
 
@@ -90,6 +103,21 @@ def data_of(page: str) -> dict[str, list[object]]:
 
 
 # ------------------------------------------------------------------------------------------------------- terminal
+
+
+def test_both_answers_of_a_pair_have_owners_whatever_media_they_hold(vl_folder: Path, media_folder: Path) -> None:
+    """The rejected one has more of them than the chosen one."""
+    encoder = encoder_of(vl_folder, media_folder, kind=RowKind.PAIR)
+    wide, tall = (Image(source=str(media_folder / name)) for name in ("wide.png", "tall.png"))
+    asked, said = message("user", wide, "What?"), message("assistant", "A shape.")
+    rejected = (said, message("user", tall, " and ", wide, "?"), message("assistant", "Two."))
+    row = Preference(prompt=(asked,), chosen=(message("assistant", "Wide."),), rejected=rejected)
+    sample, texts = encoder.encode(row), [expansion.text for expansion in encoder.expansions(row)]
+    assert (
+        [item.media for item in encoder.expansions(row)] == list(encoder.render(row).media) == [wide, wide, tall, wide]
+    )
+    pieces = leaf_owners(sample, token_owners(encoder.render(row), encoder.tokenizer, expansions=texts))
+    assert [len(of_run) for of_run in pieces] == [len(segment) for segment in sample.segments()]
 
 
 def test_an_item_is_one_thing_in_the_text_of_a_row(vl_encoder: Encoder, media_folder: Path) -> None:

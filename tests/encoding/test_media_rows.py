@@ -13,21 +13,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers as hf
 from PIL import Image as Pillow
 
 import luthier
+from luthier.collation.collator import collate_trees
 from luthier.config.choices import Overflow
 from luthier.encoding.encoder import Encoder
-from luthier.errors import ModelError, RowError, TemplateError, UserError
+from luthier.errors import BudgetError, ModelError, RowError, TemplateError, UserError
 from luthier.layout.cutting import marks_around, plan_windows
 from luthier.media.processors.processor import MediaProcessor
+from luthier.packing import UnitKind
+from luthier.preparation.segments import SegmentIndex
 from luthier.records import Image, ImageHeader, MediaItem
 from luthier.store import SampleStore, StoreWriter
 from luthier.store.format import build_shard, freeze_sample
 from tests.conftest import reason_is, refused
 from tests.media.media_files import image_file, picture
 from tests.media.tiny_folder import TEMPLATE, TEXT_TEMPLATE, write_folder
+from tests.media.tiny_processors import BUILDERS
 
 SIZES = {"wide.png": (90, 40), "tall.png": (40, 90), "square.png": (64, 64)}
 
@@ -288,6 +293,101 @@ def test_a_cut_keeps_items_where_their_slots_are(tokenizer: Any, processor: Any,
     for piece in cut:
         for item in piece.media:
             assert (piece.input_ids[item.start : item.start + item.length] == slot).all()
+
+
+# ------------------------------------------------------------- items that count by how many there are (LLaVA-OneVision)
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("together")
+    BUILDERS["llava_onevision"]().save_pretrained(folder)
+    image = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>").replace("<|im_start|>", "</s>")
+    (folder / "chat_template.jinja").write_text(image.replace("<|im_end|>", "</s>"))
+    (folder / "config.json").write_text('{"model_type": "llava_onevision"}')
+    return folder
+
+
+def pair_of(*sides: list[tuple[str, list[Any] | str]], prompt: list[tuple[str, list[Any] | str]]) -> dict[str, Any]:
+    names = ("prompt", *(("chosen", "rejected") if len(sides) == 2 else ("completion",)))
+    row = {name: chat(*turns)["messages"] for name, turns in zip(names, (prompt, *sides), strict=True)}
+    return row if len(sides) == 2 else {**row, "label": True}
+
+
+def prepared_in(together: Path, tmp_path: Path, pictures: Path, row: dict[str, Any], **more: Any) -> Any:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    data = {"train": [{"path": str(tmp_path / "rows.jsonl")}], "store": str(tmp_path / "store"), "workers": 0}
+    tree = {
+        "model": str(together),
+        "data": data,
+        "media": {"roots": [str(pictures)]},
+        "output": {"dir": str(tmp_path)},
+        **more,
+    }
+    return luthier.prepare(tree).train
+
+
+@pytest.mark.parametrize("overflow", [Overflow.TRUNCATE, Overflow.SPLIT])
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_no_cut_parts_items_that_count_together(
+    together: Path, tmp_path: Path, pictures: Path, overflow: Overflow, objective: str
+) -> None:
+    turns: list[tuple[str, Any]] = [
+        ("user", "Hi."), ("assistant", "Hello."), ("user", [shown(pictures, "wide.png"), words("What?")]),
+        ("assistant", "Red."), ("user", [words("And"), shown(pictures, "tall.png")]), ("assistant", "Blue."),
+        ("user", "Why?"),
+    ]  # fmt: skip
+    if objective == "sft":
+        units, row = UnitKind.NONE, chat(*turns[:2], *turns[4:5], *turns[2:3], *turns[5:], ("assistant", "So."))
+    else:
+        units, row = UnitKind.PAIRS, pair_of([("assistant", "So.")], [("assistant", "No.")], prompt=turns)
+        overflow = Overflow.TRUNCATE
+    prepared = prepared_in(together, tmp_path, pictures, row, objective=objective)
+    media = MediaProcessor.of(hf.AutoProcessor.from_pretrained(together), model_type="llava_onevision")
+    slot = luthier.load_tokenizer(together).control_id("<image>")
+    found = set()
+    for max_length in range(2, int(prepared.store.leaf_lengths.max()) + 1):
+        index = SegmentIndex(prepared, max_length=max_length, overflow=overflow, units=units)
+        for segment in (index[number] for number in range(len(index))):
+            right = "".join(media.expand([item.header for item in segment.media])).count("<image>")
+            assert (segment.input_ids == slot).sum() == right
+            found.add(len(segment.media))
+    assert found == {0, 2}
+
+
+def test_answers_with_items_of_their_own_are_contexts_of_their_own(
+    together: Path, tmp_path: Path, pictures: Path
+) -> None:
+    def side(name: str) -> list[tuple[str, Any]]:
+        return [("assistant", "Which?"), ("user", [shown(pictures, name)]), ("assistant", "It.")]
+
+    (sample,) = prepared_in(
+        together, tmp_path, pictures, pair_of(side("wide.png"), side("tall.png"), prompt=[("user", "Is it?")]),
+        objective="dpo",
+    )  # fmt: skip
+    media = luthier.media_inputs(together, roots=[str(pictures)])
+    shared = collate_trees([[sample]], pad_token_id=0, media=media).model_inputs
+    alone = [luthier.collate([one], layout="padded", media=media).model_inputs for one in sample.segments()]
+    assert shared["batch_num_images"].tolist() == [1, 1]
+    assert torch.equal(shared["pixel_values"][:1], alone[0]["pixel_values"])
+
+
+def test_turns_that_inference_shows_other_items_are_refused_as_are_answers_under_other_prompts(
+    together: Path, tmp_path: Path, pictures: Path
+) -> None:
+    turns = [turn for name in SIZES for turn in (("user", [shown(pictures, name)]), ("assistant", "One."))]
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("sft", chat(*turns)),
+        ("dpo", pair_of(turns[1:4], turns[1:2], prompt=turns[:1])),
+        ("kto", pair_of([("assistant", "Which?"), *turns[:2]], prompt=[("user", "Is it?")])),
+    ]
+    for number, (objective, row) in enumerate(refused):
+        place = tmp_path / str(number)
+        place.mkdir()
+        with pytest.raises(BudgetError, match="media_contexts"):
+            prepared_in(together, place, pictures, row, objective=objective)
+    last = {"train_on": "last_assistant"}
+    assert len(prepared_in(together, tmp_path, pictures, chat(*turns), template=last)[0].media) == 3
 
 
 # --------------------------------------------------------------------------------------------------------- store

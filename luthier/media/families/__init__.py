@@ -118,6 +118,7 @@ class Rule:
     seam         what a processor changes where a string meets its neighbours; None: nothing
     in_company   the frames of a sound are the same in company: all sounds of a batch go through the processor in one
                  call, which fills up the shorter ones as it does
+    counts_together  how many tokens an item has depends on the others of its kind in the context; no cut parts them
     longest      settings -> samples, at the extractor's rate, that it hears of one sound, None: all of it; it cuts off
                  what is longer
     fold         positions of the encoder (patches, frames) that become one token: 4 where patches are merged 2 x 2.
@@ -131,6 +132,7 @@ class Rule:
     quick: Quick | None = None
     stacked: bool = False
     in_company: bool = False
+    counts_together: bool = False
     placeholder: str = ""
     mark: str = ""
     around: tuple[str, str] = ("", "")
@@ -245,6 +247,8 @@ class Family:
                   size (`models.batch_invariance`)
     token_inputs  outputs along the tokens, computed from ids and features
     own_frames    of a model whose encoder of sounds hears what fills up a batch; None: it is hidden from it
+    both_ways     the encoder of images whose attention looks both ways, though its class marks it as causal
+                  (`models.batch_invariance`); "": the class marks it rightly
     in_lists      its class takes one mapping, with pictures as lists by row and their slots by where these begin and
                   end: batches are put so for it (`models.adapted_code`)
     looks_across  pictures are on one token each, and its class takes how many each row has and what is hidden from
@@ -260,7 +264,7 @@ class Family:
     positions     name of the scheme in `layout.position_schemes`; None: 1-D
     packing       PADDED has a ``reason``, which the plan prints
     undrawn       why a run does not learn from answers that this model gives (objective: rl); "": it does
-    version       of a plugin's row: rows with media that are in the store under another one are encoded again
+    version       rows with media that are in the store under another one are encoded again
     """
 
     name: str
@@ -282,6 +286,7 @@ class Family:
     videos_apart: bool = False
     token_inputs: Mapping[str, TokenInput] = field(default_factory=dict)
     own_frames: OwnFrames | None = None
+    both_ways: str = ""
     in_lists: bool = False
     looks_across: bool = False
     pictures_apart: str = ""

@@ -56,8 +56,10 @@ def register_family(family: Family) -> None:
 
 
 def family_versions(model_type: str) -> tuple[str, ...]:
-    """What tells the rows of plugins that a model of this type may be of: their names and versions."""
-    rows = (row for row in FAMILIES.added().values() if not row.model_types or model_type in row.model_types)
+    """What tells the rows that a model of this type may be of: names and versions of those that plugins have added, or
+    that count otherwise than they once did."""
+    rows = (row for row in FAMILIES.values() if row.version or row.name in FAMILIES.added())
+    rows = (row for row in rows if not row.model_types or model_type in row.model_types)
     return tuple(f"{row.name} {row.version}" for row in rows)
 
 

@@ -136,7 +136,7 @@ class MediaProcessor:
 
     def placeholder(self, kind: str) -> str:
         """The token that chat templates print for an item; raises `RowError` if the model takes none of this kind."""
-        rule = self._rule(MediaKind(kind))
+        rule = self.rule(MediaKind(kind))
         return rule.mark or str(getattr(self.processor, rule.placeholder or f"{kind}_token"))
 
     @property
@@ -147,18 +147,18 @@ class MediaProcessor:
     def inline(self, kind: str) -> str:
         """What is written for an item where no chat template does it: the token, and what its class insists on around
         it."""
-        before, after = (getattr(self.processor, name) if name else "" for name in self._rule(MediaKind(kind)).around)
+        before, after = (getattr(self.processor, name) if name else "" for name in self.rule(MediaKind(kind)).around)
         return f"{before}{self.placeholder(kind)}{after}"
 
     @property
     def wrapped(self) -> dict[str, str]:
         """Of placeholders that the class replaces together with the marks around them: what it replaces."""
-        return self._with_marks({kind: self._rule(kind).swallows for kind in self.kinds})
+        return self._with_marks({kind: self.rule(kind).swallows for kind in self.kinds})
 
     @property
     def dropped_by_vllm(self) -> dict[str, str]:
         """Of placeholders around which the class leaves marks that vLLM takes away: placeholder and marks."""
-        return self._with_marks({kind: self._rule(kind).vllm_drops for kind in self.kinds})
+        return self._with_marks({kind: self.rule(kind).vllm_drops for kind in self.kinds})
 
     @property
     def looks_behind(self) -> bool:
@@ -204,7 +204,7 @@ class MediaProcessor:
         """
         items = [self._limited(item) for item in items]
         kinds = [kind_of(item) for item in items]
-        rules = {kind: self._rule(kind) for kind in dict.fromkeys(kinds)}
+        rules = {kind: self.rule(kind) for kind in dict.fromkeys(kinds)}
         if self.family.one_kind and {MediaKind.IMAGE, MediaKind.VIDEO} <= rules.keys():
             raise RowError("media_kinds", f"the row has images and videos, and {self.family.one_kind}")
         try:
@@ -233,7 +233,7 @@ class MediaProcessor:
 
     def cut_sound(self, header: AudioHeader) -> float | None:
         """How many seconds of a sound the model hears, where its extractor cuts the rest off; None: all of it."""
-        rule, settings = self._rule(MediaKind.AUDIO), self._settings[MediaKind.AUDIO]
+        rule, settings = self.rule(MediaKind.AUDIO), self._settings[MediaKind.AUDIO]
         limit = None if rule.longest is None else rule.longest(settings)
         heard = None if limit is None else limit / settings["sampling_rate"]
         return None if heard is None or header.seconds <= heard else heard
@@ -316,10 +316,10 @@ class MediaProcessor:
 
     def settings(self, kind: MediaKind) -> Settings:
         """What the part for this kind is called with. Raises `RowError` if the model takes none of this kind."""
-        self._rule(kind)
+        self.rule(kind)
         return self._settings[kind]
 
-    def _rule(self, kind: MediaKind) -> Rule:
+    def rule(self, kind: MediaKind) -> Rule:
         rule = self.family.rule(kind)
         if rule is None or kind not in self._settings:
             taken = ", ".join(
@@ -345,7 +345,7 @@ class MediaProcessor:
         return found
 
     def _seamed(self, string: str, kind: MediaKind, neighbour: bool, following: Sequence[str], index: int) -> str:
-        seam = self._rule(kind).seam
+        seam = self.rule(kind).seam
         if seam is None or not following:
             return string
         touches = neighbour and index > 0 and following[index - 1] == ""
