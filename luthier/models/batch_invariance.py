@@ -38,6 +38,20 @@ def hook(model: PreTrainedModel) -> None:
     merge_frames_by_chunk(model)
     encode_videos_apart(model)
     turn_by_own_length(model)
+    see_both_ways(model)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Phi-4's encoder of images, whose attention transformers marks as causal (`is_causal`). It is so where no tile of a
+# call is partly padding, and otherwise looks both ways, as the published code and transformers' eager attention do.
+
+
+def see_both_ways(model: PreTrainedModel) -> None:
+    """Change the mark, if the model's family says so (`Family.both_ways`)."""
+    for family in families_of(model.config):
+        for module in model.get_submodule(family.both_ways).modules() if family.both_ways else ():
+            if hasattr(module, "is_causal"):
+                module.is_causal = False
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from luthier.errors import ModelError
 from luthier.layout import seen_blocks, tree_mask
 from luthier.models import MediaNeeds, mixers, set_text_attention, text_attention
 from luthier.models.attention import SEGMENTS, AttentionPlan, BlockReach, plan_attention
+from luthier.models.batch_invariance import hook
 from luthier.models.isolation import ChosenIsolation, choose_isolation
 from luthier.models.mixers import Isolation, tree_mask_mod
 from luthier.models.passes import find_head, prove_head, score_targets
@@ -128,6 +129,21 @@ def test_in_which_layers_pictures_are_seen_both_ways_is_found_out_from_the_model
     causal = tiny_vlm("gemma4")
     causal.config.text_config.use_bidirectional_attention = None
     assert chosen_for("gemma4", causal).reach is BlockReach.NOWHERE
+
+
+def test_phi_4_sees_a_whole_tile_alike_beside_one_that_is_partly_padding() -> None:
+    model = tiny_vlm("phi4_multimodal").eval()
+    tower = model.get_submodule("model.embed_tokens_extend.image_embed.img_processor")
+    tiles, masks = torch.randn(2, 3, 56, 56), torch.ones(2, 4, 4, dtype=torch.bool)
+    masks[1, :, 3:] = False
+
+    def seen_of_first(count: int) -> torch.Tensor:
+        with torch.no_grad():
+            return tower(tiles[:count], patch_attention_mask=masks[:count]).last_hidden_state[0]
+
+    assert not close(seen_of_first(2), seen_of_first(1), 1e-2), "control: without the hook it is causal"
+    hook(model)
+    assert close(seen_of_first(2), seen_of_first(1), 1e-5)
 
 
 @pytest.mark.parametrize("name", SEES_BLOCKS)

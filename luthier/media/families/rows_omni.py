@@ -174,6 +174,7 @@ ROWS = (
         own_frames=OwnFrames(
             module="model.embed_tokens_extend.audio_embed.encoder", features="hidden_states", mask="mask"
         ),
+        both_ways="model.embed_tokens_extend.image_embed.img_processor",
         modules=Modules(
             tower=(
                 "model.embed_tokens_extend.image_embed.img_processor",
