@@ -106,11 +106,9 @@ class Draft:
             return error.key
         if isinstance(error, errors.SourceError):
             data = self.config.data
-            for name, sources in (("data.train", data.train), ("data.eval", data.eval)):
-                for index, source in enumerate(sources):
-                    if source.path == error.path:
-                        return f"{name}[{index}].path"
-            return None if error.path is None or data.registry is None else "data.use" if data.use else "data.eval_use"
+            of_registry = "data.use" if data.use else "data.eval_use"
+            other = None if error.path is None or data.registry is None else of_registry
+            return next((f"{at}.path" for at, source in self.sources if source.path == error.path), other)
         named = (self._known_key(found[0]) for found in _KEY.finditer(error.message))
         return next((key for key in named if key is not None), None) or self.key_of_class(error)
 

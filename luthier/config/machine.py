@@ -45,9 +45,8 @@ def check_files(draft: Draft) -> list[Problem]:
     """All problems with the paths of a run description."""
     data, output, model = draft.config.data, draft.config.output, draft.config.model
     problems: list[Problem] = []
-    for key, sources in (("data.train", data.train), ("data.eval", data.eval)):
-        for index, source in enumerate(sources):
-            problems += _source(draft, f"{key}[{index}]", source)
+    for at, source in draft.sources:
+        problems += _source(draft, at, source)
     problems += _names(draft, "data.use", data.use)
     problems += _names(draft, "data.eval_use", data.eval_use)
     if not str(data.registry).startswith("hub:"):

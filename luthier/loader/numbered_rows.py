@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from luthier.config.choices import Overflow
 from luthier.ledger import Ledger
-from luthier.loader.reader import PLACE, Places, PlannedMicroBatch, segment_at
+from luthier.loader.reader import PLACE, Places, PlannedMicroBatch, SegmentsInMemory, segment_at
 from luthier.packing import PATCH_COST, Planned, PlanSettings, SegmentTable, UnitKind, completion_room, draw_partners
 from luthier.packing.epoch import EpochPlan
 from luthier.packing.planner import GrowingTable, first_segments, spread
@@ -35,7 +35,7 @@ class NumberedRows:
     counts   rows of each source, the lost ones among them: rows are numbered source by source
     weights  how often an epoch sees a source's rows
     files    the names that places point to
-    store    where the tokens are; there is none where segments are in memory
+    samples  where the tokens are: in a store, or in memory
     ledger   what became of the rows that are here, ``max_length`` included; segments in memory have none
     """
 
@@ -46,7 +46,7 @@ class NumberedRows:
         counts: Sequence[int],
         *,
         weights: tuple[float, ...],
-        store: SampleStore | None = None,
+        samples: SampleStore | SegmentsInMemory,
         units: UnitKind = UnitKind.NONE,
     ) -> None:
         """No row is here yet; use `of_index` or `of_segments` for rows that are."""
@@ -55,7 +55,7 @@ class NumberedRows:
         self.files: list[str] = []
         self.ledger: Ledger | None = None
         self.held_out = np.zeros(0, dtype=np.int64)  # rows that no epoch takes
-        self._store = store
+        self.samples = samples
         self._first = np.full(sum(counts), -1, dtype=np.int64)  # of each row its first segment; -1: not here yet
         self._count = np.zeros(sum(counts), dtype=np.int32)
         self._table = GrowingTable(_COLUMNS)
@@ -68,7 +68,7 @@ class NumberedRows:
         sizes = np.bincount(rows.source_ids, minlength=len(rows.sources)).tolist()
         weights = tuple(source.weight for source in rows.sources)
         table = cls(
-            sizes if numbering is None else numbering.counts, weights=weights, store=rows.store, units=index.units
+            sizes if numbering is None else numbering.counts, weights=weights, samples=rows.store, units=index.units
         )
         table.files, table.ledger = list(rows.files), index.ledger
         table.held_out = table.held_out if numbering is None else numbering.held_out
@@ -78,7 +78,7 @@ class NumberedRows:
         return table
 
     @classmethod
-    def of_segments(cls, segments: Sequence[Segment], described: SegmentTable, units: UnitKind = UnitKind.NONE) -> Self:
+    def of_segments(cls, segments: Sequence[Segment], described: SegmentTable) -> Self:
         """Segments in memory: ``sample`` of a place is the segment's number."""
         files = {name: number for number, name in enumerate(sorted({each.address.file for each in segments}))}
         places = np.zeros(len(segments), dtype=PLACE)
@@ -90,7 +90,7 @@ class NumberedRows:
         first, _ = first_segments(described.row_ids)
         sources = described.source_ids[first]
         counts = np.bincount(sources, minlength=len(described.source_weights)).tolist()
-        table = cls(counts, weights=described.source_weights, units=units)
+        table = cls(counts, weights=described.source_weights, samples=SegmentsInMemory(segments))
         table.files = list(files)
         ranks = np.empty(len(first), dtype=np.int64)
         ranks[np.argsort(sources, kind="stable")] = np.arange(len(first))
@@ -106,18 +106,14 @@ class NumberedRows:
         """A segment in the store, its first token no target. Raises `StoreError` if its bytes are damaged."""
         place = self.places(np.array([number]))[0]
         if int(place["sample"]) >= len(self.store):
-            self._store = self.store.refresh()
+            self.samples = self.store.refresh()
         return segment_at(self.store.read(int(place["sample"]), self.address(number)), place)
 
     @property
     def store(self) -> SampleStore:
-        """See `NumberedRows`."""
-        assert self._store is not None, "these segments are in memory"
-        return self._store
-
-    @property
-    def is_stored(self) -> bool:
-        return self._store is not None
+        """Where the tokens are, if that is not in memory."""
+        assert isinstance(self.samples, SampleStore), "these segments are in memory"
+        return self.samples
 
     @property
     def have_trees(self) -> bool:
@@ -260,7 +256,7 @@ class ArrivingRows(NumberedRows):
         ``lost`` lists the rows that are lost. It is closed when the last row has come, or with the feed.
         """
         weights = tuple(source.weight for source in settings.sources)
-        super().__init__(settings.counts, weights=weights, store=store)
+        super().__init__(settings.counts, weights=weights, samples=store)
         self.settings = settings
         self.ledger: Ledger = Ledger()
         self._portions, self._lost = portions, lost
@@ -314,7 +310,7 @@ class ArrivingRows(NumberedRows):
     def _cut(self, portion: ResolvedPortion, places: Ints, ledger: Ledger) -> SegmentIndex:
         """The rows of a portion at ``places``, cut to length; the ledger of the result says what that cost, too."""
         if len(places) and int(portion.sample_ids[places].max()) >= len(self.store):
-            self._store = self.store.refresh()
+            self.samples = self.store.refresh()
         kept = PreparedSet(
             store=self.store,
             sample_ids=portion.sample_ids[places],

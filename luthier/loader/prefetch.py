@@ -26,7 +26,7 @@ from typing import Self
 from luthier import errors
 from luthier.collation import MediaInputs
 from luthier.errors import LoaderError, UserError
-from luthier.loader.reader import BatchReader, PlannedMicroBatch
+from luthier.loader.reader import BatchReader, PlannedMicroBatch, SegmentsInMemory
 from luthier.loader.worker import (
     Answer,
     Done,
@@ -43,6 +43,7 @@ from luthier.loader.worker import (
 )
 from luthier.media import FeatureFiles
 from luthier.records import Address, Batch
+from luthier.store import SampleStore
 
 # --------------------------------------------------------------------------------------------------------------------
 # A worker process as the trainer sees it.
@@ -113,6 +114,7 @@ class WorkerProcess:
         worker = cls(process, ours, slots)
         worker.has_media = media is not None
         store = reader.store
+        assert isinstance(store, SampleStore), "segments in memory are read in this process"
         setup = Setup(
             folder=str(store.folder),
             fingerprint=store.fingerprint,
@@ -244,15 +246,16 @@ def iterate(
 ) -> Generator[Batch, None, None]:
     """The batches of ``planned`` in its order. Close the generator to end the workers; they end with it in any case.
 
-    ``num_workers`` 0 reads in this process. With workers, ``planned`` runs in a thread of its own, at most
-    ``num_workers * ahead`` micro-batches before the last batch handed over; it may wait as long as it likes without
-    holding up batches that are ready. It is closed, if it is a generator, by the side that runs it.
+    ``num_workers`` 0 reads in this process, as segments in memory always are. With workers, ``planned`` runs in a
+    thread of its own, at most ``num_workers * ahead`` micro-batches before the last batch handed over; it may wait
+    as long as it likes without holding up batches that are ready. It is closed, if it is a generator, by the side
+    that runs it.
 
     Raises `LoaderError`, within ``patience`` seconds of waiting, if a worker died, or holds a micro-batch for longer
     than that and waits neither for a disk nor for its share of the processor; what ``planned`` raised, in its place in
     the order; `StoreError` if bytes are damaged.
     """
-    if num_workers == 0:
+    if num_workers == 0 or isinstance(reader.store, SegmentsInMemory):
         with closing(_closable(planned)) as plan:
             for micro_batch in plan:
                 yield reader.read(micro_batch)

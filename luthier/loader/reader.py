@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +17,8 @@ from luthier.collation import CollateSettings, Grid, MediaInputs, blank_grid, la
 from luthier.collation.collator import to_batch
 from luthier.layout import leaf_segment, spans_of, splice, tree_of_runs
 from luthier.layout.cutting import SegmentCut, take_window
-from luthier.packing import UnitKind
-from luthier.records import Address, Batch, Pack, Sample, Segment, Unit
+from luthier.packing import Segments, UnitKind
+from luthier.records import Address, Batch, Branch, Pack, Sample, Segment, Unit
 from luthier.store import SampleStore
 
 # One record a segment: leaf ``leaf`` of sample ``sample``, its first ``head`` tokens and ``start:stop``, ``open_end``
@@ -101,11 +101,34 @@ def part_of(segment: Segment, place: Places) -> Segment:
     return take_window(segment, window)
 
 
+class SegmentsInMemory:
+    """Segments as a store has samples: the ``n``-th is all of sample ``n``."""
+
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def __getitem__(self, number: int) -> Sample:
+        columns = {each.name: getattr(self._segments[number], each.name) for each in fields(Segment)}
+        return Sample(**columns, branches=(Branch(parent=-1, length=len(columns["input_ids"])),))
+
+    def refresh(self) -> SegmentsInMemory:
+        """As `SampleStore.refresh`; none is added."""
+        return self
+
+
 class BatchReader:
-    """Reads micro-batches from a store, which may be added to meanwhile."""
+    """Reads micro-batches from a store, which may be added to meanwhile, or from memory."""
 
     def __init__(
-        self, store: SampleStore, how: CollateSettings, *, shared: bool = False, media: MediaInputs | None = None
+        self,
+        store: SampleStore | SegmentsInMemory,
+        how: CollateSettings,
+        *,
+        shared: bool = False,
+        media: MediaInputs | None = None,
     ) -> None:
         """``shared``: segments that begin alike hold that once (`collation.lay_out_trees`); rows have to be packed.
         ``media``: what a multimodal model gets besides."""
@@ -152,6 +175,7 @@ class BatchReader:
     def _units(self, planned: PlannedMicroBatch) -> tuple[Unit, ...]:
         size, places = planned.units.size, planned.places
         samples = places["sample"]
+        assert isinstance(self.store, SampleStore), "what is compared is in a store"
         verdicts = self.store.verdicts[samples].tolist()
         leaves = self.store.leaf_bounds[samples] + places["leaf"]
         leaves[places["tail_stop"] > 0] = -1

@@ -197,7 +197,7 @@ def row_losses(
         autocast=AUTOCAST_DTYPES.get(run_precision(config)),
     )
     rows = NumberedRows.of_segments(segments, described)
-    stream = EvalStream.of_segments(segments, rows, eval_settings(config), how, rank=0, media=run_model.media)
+    stream = EvalStream.of_rows(rows, eval_settings(config), how, rank=0, media=run_model.media)
     losses = TokenLosses(forward=model_pass(parts, lambda text: None), num_sources=len(number_of))
     sums = LossSums(tuple(number_of), losses.measured, device)
     with torch.no_grad():

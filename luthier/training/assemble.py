@@ -26,6 +26,7 @@ from luthier.engines import Engine
 from luthier.engines.local import LocalEngine
 from luthier.errors import ModelError
 from luthier.loader.plan import StreamPlan
+from luthier.loader.reader import BatchReader
 from luthier.loader.settings import check_reward_columns, eval_settings, media_of, shares_prompts, units_of
 from luthier.models import (
     adapter_files,
@@ -198,7 +199,7 @@ def make_trainer(setup: RunSetup) -> Trainer:
     rollouts = _rollouts(setup, how, losses, shared=keeps_trees)
     stream = streams.TrainStream(
         schedule=schedule,
-        reader=streams.reader_of(data.train, schedule.rows, how, shared=keeps_trees, media=media),
+        reader=BatchReader(schedule.rows.samples, how, shared=keeps_trees, media=media),
         rank=setup.world.rank,
         num_workers=config.runtime.dataloader_num_workers,
         first_step=first_step,
@@ -481,8 +482,7 @@ def _first_values(setup: RunSetup, model: PeftModel, how: CollateSettings, losse
 
 def _one_pass(setup: RunSetup, how: CollateSettings, segments: Segments) -> streams.EvalStream:
     """Over all segments of one side of the data."""
-    return streams.EvalStream.of_segments(
-        segments,
+    return streams.EvalStream.of_rows(
         setup.data.rows_of(segments),
         eval_settings(setup.config, num_ranks=setup.world.size),
         how,

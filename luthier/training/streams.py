@@ -18,20 +18,19 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.collation import CollateSettings, MediaInputs, blank_grid, lay_out
-from luthier.collation.collator import to_batch
+from luthier.collation import CollateSettings, MediaInputs
 from luthier.config.choices import Packing, Strategy
 from luthier.config.schema import RunConfig
 from luthier.errors import CheckpointError
 from luthier.loader.numbered_rows import NumberedRows
 from luthier.loader.plan import StreamPlan
 from luthier.loader.prefetch import iterate
-from luthier.loader.reader import BatchReader, PlannedMicroBatch, part_of
+from luthier.loader.reader import BatchReader, PlannedMicroBatch
 from luthier.loader.settings import plan_of_run, train_settings
 from luthier.loader.stream_state import LoaderState, StateScalar
 from luthier.packing import Planned, PlanSettings, Segments
 from luthier.packing.epoch import EpochPlan, plan_epoch
-from luthier.records import Batch, Ints, Pack
+from luthier.records import Batch, Ints
 from luthier.training.data import RunData
 from luthier.writing import counted
 
@@ -70,11 +69,11 @@ class DrawsAnswers(Protocol):
     def staleness(self) -> int:
         """How many updates the weights that draw may be behind."""
 
-    def begin(self, reader: MicroBatchReader, planned: Sequence[PlannedMicroBatch], *, after: int) -> None:
+    def begin(self, reader: BatchReader, planned: Sequence[PlannedMicroBatch], *, after: int) -> None:
         """Have the answers of a later step drawn meanwhile, by the weights of now, which are those ``after`` so many
         steps."""
 
-    def batches(self, reader: MicroBatchReader, planned: Sequence[PlannedMicroBatch]) -> list[Batch]:
+    def batches(self, reader: BatchReader, planned: Sequence[PlannedMicroBatch]) -> list[Batch]:
         """What this rank learns from, at least one micro-batch, which is blank where nothing can be learned from."""
 
     def save(self, folder: Path, step: int) -> None:
@@ -85,40 +84,12 @@ class DrawsAnswers(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SegmentsReader:
-    """Reads micro-batches of segments in memory, where a place's ``sample`` is a segment's number."""
-
-    segments: Segments
-    how: CollateSettings
-    media: MediaInputs | None = None
-
-    def read(self, planned: PlannedMicroBatch) -> Batch:
-        """The batch."""
-        packs = self.packs(planned)
-        addresses = tuple(segment.address for pack in packs for segment in pack.segments)
-        grid = blank_grid(self.how) if planned.is_blank else lay_out(packs, self.how)
-        if self.media is not None:
-            grid = self.media.fill(grid, self.how)
-        return to_batch(grid, self.how, addresses=addresses, sources=planned.sources())
-
-    def packs(self, planned: PlannedMicroBatch) -> list[Pack]:
-        """The segments themselves."""
-        return [
-            Pack(segments=tuple(part_of(self.segments[int(place["sample"])], place) for place in pack))
-            for pack in planned.packs()
-        ]
-
-
-MicroBatchReader = BatchReader | SegmentsReader  # of rows in the store, or in memory
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainStream:
     """One rank's micro-batches from step ``first_step`` on. With ``rollouts`` rows are questions, and micro-batches
     hold the answers that the model gives in that step."""
 
     schedule: StreamPlan
-    reader: MicroBatchReader
+    reader: BatchReader
     rank: int
     num_workers: int
     first_step: int
@@ -172,14 +143,14 @@ class TrainStream:
 
     def __iter__(self) -> Iterator[Batch]:
         planned = self.schedule.micro_batches(self.rank, first_step=self.first_step)
-        return self.watch(iterate_batches(self.reader, planned, num_workers=self.num_workers))
+        return self.watch(iterate(self.reader, planned, num_workers=self.num_workers))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EvalStream:
     """One rank's share of one pass over the held-out segments."""
 
-    reader: MicroBatchReader
+    reader: BatchReader
     rows: NumberedRows
     plan: EpochPlan
     rank: int
@@ -187,8 +158,7 @@ class EvalStream:
     watch: Watch = iter
 
     @staticmethod
-    def of_segments(
-        segments: Segments,
+    def of_rows(
         rows: NumberedRows,
         settings: PlanSettings,
         how: CollateSettings,
@@ -198,10 +168,9 @@ class EvalStream:
         shared: bool = False,
         media: MediaInputs | None = None,
     ) -> EvalStream:
-        """The held-out segments, those of ``rows``, in the order of their first epoch. ``shared``, ``media`` as in
-        `BatchReader`."""
+        """The segments of some rows, in the order of their first epoch. ``shared``, ``media`` as in `BatchReader`."""
         return EvalStream(
-            reader=reader_of(segments, rows, how, shared=shared, media=media),
+            reader=BatchReader(rows.samples, how, shared=shared, media=media),
             rows=rows,
             plan=plan_epoch(rows, settings, epoch=0),
             rank=rank,
@@ -213,16 +182,7 @@ class EvalStream:
 
     def __iter__(self) -> Iterator[Batch]:
         planned = (self.rows.of_plan(self.plan, number, step=0) for number in self.plan.of_rank(self.rank))
-        return self.watch(iterate_batches(self.reader, planned, num_workers=self.num_workers))
-
-
-def iterate_batches(
-    reader: MicroBatchReader, planned: Iterator[PlannedMicroBatch], *, num_workers: int
-) -> Iterator[Batch]:
-    """The batches in order, read here or by workers; from memory always here. Raises what `iterate` raises."""
-    if isinstance(reader, BatchReader):
-        return iterate(reader, planned, num_workers=num_workers)
-    return map(reader.read, planned)
+        return self.watch(iterate(self.reader, planned, num_workers=self.num_workers))
 
 
 def state_at_start(config: RunConfig, data: RunData, world: World) -> LoaderState:
@@ -275,15 +235,6 @@ def _decisive(settings: PlanSettings) -> dict[str, StateScalar]:
         "train.tokens_per_step": settings.tokens_per_step,
         "sequences that begin alike are shared (train.shared_prompts)": settings.shared,
     }
-
-
-def reader_of(
-    segments: Segments, rows: NumberedRows, how: CollateSettings, *, shared: bool, media: MediaInputs | None
-) -> MicroBatchReader:
-    """What reads the ``segments``, which are those of ``rows``. ``shared`` and ``media`` as in `BatchReader`."""
-    if rows.is_stored:
-        return BatchReader(rows.store, how, shared=shared, media=media)
-    return SegmentsReader(segments=segments, how=how, media=media)
 
 
 # ---- Prompts that are asked in place of those whose answers teach nothing.

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from luthier.collation import CollateSettings
 from luthier.config.choices import Packing
+from luthier.loader.reader import BatchReader, SegmentsInMemory
 from luthier.objectives import Measure
 from luthier.objectives.loss_sums import token_loss_sum
 from luthier.packing import PlanSettings
@@ -25,7 +26,7 @@ from luthier.training.data import distinct_names
 from luthier.training.losses import ACCURACY, LossSums, MicroLoss, by_source, tokens
 from luthier.training.report import EvalRecord, RunResult, StepRecord
 from luthier.training.report.events import Event, StepDone
-from luthier.training.streams import TrainStream, reader_of
+from luthier.training.streams import TrainStream
 
 Train = Callable[..., RunResult]
 NAMES = ("source 1", "source 2", "source 3")
@@ -192,7 +193,7 @@ def test_after_each_step_the_plan_counts_what_the_batches_held(packing: Packing,
     settings = PlanSettings(packing=packing, capacity=32, micro_batches_per_step=3, seed=4)
     schedule = make_plan(make_table(segments, weights), settings, num_epochs=2.5)
     how = CollateSettings(packed=packing is not Packing.NONE, pad_token_id=0)
-    reader = reader_of(segments, schedule.rows, how, shared=False, media=None)
+    reader = BatchReader(SegmentsInMemory(segments), how)
     batches = iter(TrainStream(schedule=schedule, reader=reader, rank=0, num_workers=0, first_step=0))
     counted = np.zeros((2, 3), dtype=np.int64)  # segments, tokens, targets
     for step in range(schedule.total_steps):

@@ -10,9 +10,10 @@ from tiny_runs import make_plan, make_segments, make_table
 from luthier.collation import CollateSettings
 from luthier.config.choices import Packing
 from luthier.loader.numbered_rows import NumberedRows
+from luthier.loader.reader import BatchReader, SegmentsInMemory
 from luthier.packing import PlanSettings
 from luthier.records import Batch
-from luthier.training.streams import EvalStream, TrainStream, reader_of
+from luthier.training.streams import EvalStream, TrainStream
 
 SEGMENTS = make_segments(11)
 HOW = CollateSettings(packed=True, pad_token_id=0)
@@ -23,7 +24,7 @@ def _stream(*, ranks: int = 1, rank: int = 0, step_size: int = 4, first_step: in
         packing=Packing.BEST_FIT, capacity=32, micro_batches_per_step=step_size, num_ranks=ranks, seed=seed
     )
     schedule = make_plan(make_table(SEGMENTS), settings, num_epochs=2)
-    reader = reader_of(SEGMENTS, schedule.rows, HOW, shared=False, media=None)
+    reader = BatchReader(SegmentsInMemory(SEGMENTS), HOW)
     return TrainStream(schedule=schedule, reader=reader, rank=rank, num_workers=0, first_step=first_step)
 
 
@@ -85,7 +86,7 @@ def test_slots_of_a_smaller_step_are_blanks_without_targets() -> None:
 def test_evaluation_shares_every_held_out_segment_once() -> None:
     settings = PlanSettings(packing=Packing.BEST_FIT, capacity=32, micro_batches_per_step=2, num_ranks=2)
     rows = NumberedRows.of_segments(SEGMENTS, make_table(SEGMENTS))
-    shares = [EvalStream.of_segments(SEGMENTS, rows, settings, HOW, rank=rank) for rank in range(2)]
+    shares = [EvalStream.of_rows(rows, settings, HOW, rank=rank) for rank in range(2)]
     assert len({len(share) for share in shares}) == 1
     seen = [a.row for share in shares for batch in share for a in batch.addresses if batch.num_targets]
     assert sorted(seen) == list(range(1, 12))

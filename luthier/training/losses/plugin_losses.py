@@ -223,8 +223,7 @@ def _of_copies(losses: PluginLosses, parts: ObjectiveParts, copies: int) -> tupl
     row = int(train.row_ids[int(np.argmin(train.lengths))])
     rows = train.prepared.take(np.full(copies, row), ledger=Ledger(read=copies, prepared=copies))
     index = SegmentIndex(rows, max_length=data.max_length, overflow=data.overflow, units=units_of(parts.config))
-    stream = EvalStream.of_segments(
-        index,
+    stream = EvalStream.of_rows(
         NumberedRows.of_index(index),
         train_settings(parts.config, num_ranks=1),
         parts.how,

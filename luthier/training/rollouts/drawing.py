@@ -24,7 +24,7 @@ from luthier.config.rollout import DeadGroups, RolloutConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines import Completion, Engine
 from luthier.errors import CheckpointError, SamplerLost, TrainingError
-from luthier.loader.reader import PlannedMicroBatch
+from luthier.loader.reader import BatchReader, PlannedMicroBatch
 from luthier.objectives.policy_losses import Advantage, advantages
 from luthier.records import Batch, Ints, Segment
 from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
@@ -38,7 +38,7 @@ from luthier.training.rollouts.delivery import Delivery, Snapshot, on_all_ranks
 from luthier.training.rollouts.early_warnings import EarlyWarnings, StepAnswers
 from luthier.training.rollouts.sampler_probes import SamplerProbes
 from luthier.training.rollouts.talks import ModelCall, NoteCount, Talks, Trajectory, answer_tree, draw_number, sampling
-from luthier.training.streams import MicroBatchReader, SparePrompts, World
+from luthier.training.streams import SparePrompts, World
 from luthier.writing import counted
 
 SLOTS = "answers with a token that stands for an image, a video or audio are not learned from"
@@ -97,7 +97,7 @@ class Rollouts:
     _read_ahead: dict[int, list[tuple[Question, Segment]]] = field(default_factory=dict)
     _of_step: dict[int, dict[str, float]] = field(default_factory=dict)  # measures of how answers were drawn
 
-    def batches(self, reader: MicroBatchReader, planned: Sequence[PlannedMicroBatch]) -> list[Batch]:
+    def batches(self, reader: BatchReader, planned: Sequence[PlannedMicroBatch]) -> list[Batch]:
         """What this rank learns from in a step: at least one micro-batch, which is blank where there is nothing."""
         step, own = planned[0].step, self.config.own
         asked = self._read_ahead.pop(step, None) or self._read(reader, planned)
@@ -125,7 +125,7 @@ class Rollouts:
             others += [self.layout.blank() for _ in range(len(others), most)]
         return [replace(first, drawn=replace(facts, measures=self._of_step.pop(step, {}))), *others]
 
-    def begin(self, reader: MicroBatchReader, planned: Sequence[PlannedMicroBatch], *, after: int) -> None:
+    def begin(self, reader: BatchReader, planned: Sequence[PlannedMicroBatch], *, after: int) -> None:
         step = planned[0].step
         if step in self.kept:
             return
@@ -136,7 +136,7 @@ class Rollouts:
         snapshot = self.delivery.snapshot(after, questions)
         self._ahead.begin(step, partial(self._brought_and_drawn, questions, step, snapshot))
 
-    def _read(self, reader: MicroBatchReader, planned: Sequence[PlannedMicroBatch]) -> list[tuple[Question, Segment]]:
+    def _read(self, reader: BatchReader, planned: Sequence[PlannedMicroBatch]) -> list[tuple[Question, Segment]]:
         packs = [pack for one in planned if not one.is_blank for pack in reader.packs(one)]
         return self._asked([segment for pack in packs for segment in pack.segments])
 
@@ -219,7 +219,7 @@ class Rollouts:
                 hint="set rollout.updates as it was, or begin anew with output.overwrite: true",
             )
 
-    def _groups(self, questions: Sequence[Question], step: int, reader: MicroBatchReader) -> list[rollouts.AnswerGroup]:
+    def _groups(self, questions: Sequence[Question], step: int, reader: BatchReader) -> list[rollouts.AnswerGroup]:
         """Of these questions, and of those that are asked in place of them where they teach nothing."""
         kept, told, asked_anew = self.kept.get(step), _AskedInStep(), 0
         found: dict[str, list[ahead.KeptAnswer]] = {}
