@@ -240,8 +240,9 @@ class Trial:
             return ask()
 
 
-def check_padding(model: nn.Module, first: Segment, how: CollateSettings, *, device: torch.device) -> None:
-    """Raise `ModelError` where a row beside a longer one, padded to its length, has other logits than alone."""
+def check_rows(model: nn.Module, first: Segment, how: CollateSettings, *, padded: bool, device: torch.device) -> None:
+    """Raise `ModelError` where a row's beginning has other logits than alone before later tokens, or (``padded``)
+    beside a longer row, padded to its length."""
     whole, part = _cut(first), _cut(first, TOKENS_TRIED // 2)
 
     def logits(*rows: Segment) -> torch.Tensor:
@@ -251,11 +252,15 @@ def check_padding(model: nn.Module, first: Segment, how: CollateSettings, *, dev
         found_BTV: torch.Tensor = model(**inputs).logits
         return found_BTV[-1, : len(rows[-1])]
 
+    name = plain_model(model)._get_name()
     with evaluating(model), torch.no_grad():
-        problem = _differs(logits(whole, part), logits(part), "padded")
-    if problem is not None:
-        hint = "set train.per_device_train_batch_size and eval.per_device_eval_batch_size to 1"
-        raise ModelError(f"{plain_model(model)._get_name()} reads a padded row otherwise: {problem}", hint=hint)
+        alone = logits(part)
+        if problem := _differs(logits(whole)[: len(part)], alone, "with later tokens, its"):
+            hint = "take a model that predicts the next token; of encoders such as BERT none does"
+            raise ModelError(f"{name} sees tokens that come later: {problem}", hint=hint)
+        if padded and (problem := _differs(logits(whole, part), alone, "padded")):
+            hint = "set train.per_device_train_batch_size and eval.per_device_eval_batch_size to 1"
+            raise ModelError(f"{name} reads a padded row otherwise: {problem}", hint=hint)
 
 
 def _moved(one: torch.Tensor, other: torch.Tensor) -> str | None:

@@ -34,7 +34,7 @@ from luthier.collation.collator import collate_packs, collate_trees
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
 from luthier.models.attention import SEGMENTS, AttentionPlan
-from luthier.models.isolation import ChosenIsolation, choose_isolation
+from luthier.models.isolation import ChosenIsolation, check_rows, choose_isolation
 from luthier.models.mixers import Isolation
 from luthier.records import Pack
 from luthier.training.fit import fit_data
@@ -199,7 +199,9 @@ def test_a_model_that_reads_padding_is_refused_where_rows_are_padded(
 
     def forward(self: Any, **inputs: Any) -> Any:
         found = read(self, **inputs)
-        found.logits = found.logits + found.logits.mean(1, keepdim=True)
+        if (mask := inputs["attention_mask"]).all():
+            return found
+        found.logits = found.logits + mask.logical_not().sum(1)[:, None, None]
         return found
 
     def run(size: int) -> None:
@@ -217,6 +219,8 @@ def test_a_model_that_sees_both_ways_is_not_trained_as_one_that_sees_what_is_bef
     model = BertLMHeadModel(BertConfig(**{**SHORT, "max_position_embeddings": 64}))
     with pytest.raises(ModelError, match="sdpa by masks: packed logits differ by"):
         _choose(model, asked="sdpa")
+    with pytest.raises(ModelError, match="BertLMHeadModel sees tokens that come later: with later tokens, its logits"):
+        check_rows(model, TINY[0], HOW, padded=False, device=CPU)
 
 
 SCALED = {

@@ -32,7 +32,7 @@ from luthier.models import (
     sharding,
     text_attention,
 )
-from luthier.models.isolation import ChosenIsolation, check_padding, choose_isolation
+from luthier.models.isolation import ChosenIsolation, check_rows, choose_isolation
 from luthier.models.mixers import Isolation
 from luthier.models.model import REWARD_HEAD, is_reward_model
 from luthier.models.passes import ModelPass, OutputHead, casting, find_head, prove_head, reward_head, score_targets
@@ -63,8 +63,9 @@ def _proven_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPas
     else:
         attention = text_attention(parts.loaded.model)
         isolation = ChosenIsolation(isolation=Isolation.PADDED, attention=attention, windows={})
-        if _num_rows(parts.config) > 1 and parts.media is None and not rounds_inputs(parts.loaded.model):
-            check_padding(model, parts.train[0], parts.how, device=parts.device)
+        if parts.media is None and not rounds_inputs(parts.loaded.model):
+            is_padded = _num_rows(parts.config) > 1
+            check_rows(model, parts.train[0], parts.how, padded=is_padded, device=parts.device)
     for note in isolation.notes:
         tell(f"attention: not {note}")
     if parts.how.packed:
