@@ -257,7 +257,7 @@ def check_rows(model: nn.Module, first: Segment, how: CollateSettings, *, padded
         alone = logits(part)
         if problem := _differs(logits(whole)[: len(part)], alone, "with later tokens, its"):
             hint = "take a model that predicts the next token; of encoders such as BERT none does"
-            raise ModelError(f"{name} sees tokens that come later: {problem}", hint=hint)
+            raise ModelError(f"{name} sees what comes later in a row: {problem}", hint=hint)
         if padded and (problem := _differs(logits(whole, part), alone, "padded")):
             hint = "set train.per_device_train_batch_size and eval.per_device_eval_batch_size to 1"
             raise ModelError(f"{name} reads a padded row otherwise: {problem}", hint=hint)
