@@ -104,7 +104,7 @@ def train(
 
     Leaves the model, checkpoints, ``report.html``, ``report.json`` and ``loss.png`` in ``output.dir``, and goes on from
     the newest checkpoint there. ``callbacks`` are transformers', added behind Luthier's own. The result's ``ended``
-    says whether the run came to its end; after Ctrl-C or SIGTERM it has saved a checkpoint.
+    says whether the run came to its end; after Ctrl-C, SIGTERM or SIGHUP it has saved a checkpoint.
 
     Raises `ConfigError` with all that is wrong with the description or would stop the run later, before a row is
     encoded; then what preparation and training raise: `SourceError`, `TokenizerError`, `TemplateError`, `StoreError`,

@@ -311,7 +311,8 @@ MOST_PORTIONS = 500  # of a run: each is a shard of the store
 
 def run_feed(job: FeedJob, lifeline: Connection) -> None:
     """The process's life. What stops it is written down for the readers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    for sent in (signal.SIGINT, signal.SIGHUP):  # to the whole group, and the parent's to answer
+        signal.signal(sent, signal.SIG_IGN)
     feeding = _Feeding(job)
     threading.Thread(target=feeding.watch, args=(lifeline,), daemon=True).start()
     try:

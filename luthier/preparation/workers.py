@@ -219,7 +219,8 @@ _worker_limit: float
 def _start_worker(encoder: RowEncoder, readers: Sequence[RowReader], parent: int, limit: float) -> None:
     """Get ready, and end when the parent does, however it ends. ``limit``: seconds for a chunk."""
     global _worker_encoder, _worker_readers, _worker_limit
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    for sent in (signal.SIGINT, signal.SIGHUP):  # to the whole group, and the parent's to answer
+        signal.signal(sent, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
     gc.freeze()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -373,13 +375,15 @@ class Hooks:
         self.tell(Note(text=text))
 
 
-WATCHED = (signal.SIGTERM, signal.SIGINT)
+WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopSignals:
-    """The first SIGTERM or SIGINT asks the run to finish its step and save, the second ends the process at once.
+    """The first SIGTERM, SIGINT or SIGHUP (the terminal is closed) asks the run to finish its step and save, the second
+    ends the process at once.
 
-    While entered, it remembers the first in ``received``. Outside the main thread it watches nothing.
+    While entered, it remembers the first in ``received``. Outside the main thread it watches nothing, and nowhere what
+    is ignored, as SIGHUP is under nohup.
     """
 
     def __init__(self) -> None:
@@ -388,7 +392,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {watched: signal.signal(watched, self._receive) for watched in WATCHED}
+            heard = [watched for watched in WATCHED if signal.getsignal(watched) is not signal.SIG_IGN]
+            self._before = {watched: signal.signal(watched, self._receive) for watched in heard}
         return self
 
     def __exit__(
@@ -404,7 +409,19 @@ class StopSignals:
         self.received = signum
         name = signal.Signals(signum).name
         # not sys.stderr.write: the signal may have come in the middle of one
-        os.write(2, f"\n{name}: finishing the step, then saving; once more stops at once\n".encode())
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{name}: finishing the step, then saving; once more stops at once\n".encode())
+        if signum == signal.SIGHUP:
+            _leave_lost_terminal()
+
+
+def _leave_lost_terminal() -> None:
+    """Whatever is still printed goes nowhere, instead of raising errors, unless it goes into a file."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        if not (stat.S_ISREG(os.fstat(descriptor).st_mode) or os.isatty(descriptor)):
+            os.dup2(nothing, descriptor)
+    os.close(nothing)
 
 
 class StopAgreement:

@@ -84,9 +84,9 @@ def fit(
     """Train as ``config`` says, and leave model, checkpoints, log and ``result.json`` in ``output.dir``.
 
     ``cut``: the segments of the prepared rows, if they are cut already (`loader.settings.cut_rows`). ``callbacks`` are
-    transformers', called behind ours. ``on_event`` gets every event (`training.report.events`), on
-    the main process. On SIGTERM or SIGINT the step is finished, a checkpoint is saved, and the result says ``ended:
-    interrupted``: exit with its ``exit_code`` (143 or 130). A second signal ends the process at once with that code.
+    transformers', called behind ours. ``on_event`` gets every event (`training.report.events`), on the main process. On
+    SIGTERM, SIGINT or SIGHUP the step is finished, a checkpoint is saved, and the result says ``ended: interrupted``:
+    exit with its ``exit_code`` (143, 130 or 129). A second signal ends the process at once with that code.
 
     Raises `ModelError`, `CheckpointError`, `BudgetError`, `ConfigError`, and `TrainingError` when the loss is no number
     any more; the checkpoints saved before stay.

@@ -23,6 +23,7 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import CheckpointError, TrainingError, UserError
 from luthier.records import Segment
 from luthier.training import fit as fit_module
+from luthier.training.callbacks import StopSignals
 from luthier.training.fit import fit_data
 from luthier.training.folder import checkpoint
 from luthier.training.folder.checkpoint import checkpoint_step
@@ -262,12 +263,42 @@ def test_sigterm_finishes_the_step_saves_and_says_143_and_the_run_goes_on_from_t
     assert signal.getsignal(signal.SIGTERM) is before, "handlers are given back"
 
 
-def test_sigint_is_130(train: Train) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_other_signals_end_a_run_as_well(train: Train, tmp_path: Path, sent: signal.Signals, code: int) -> None:
     def interrupt(event: Event) -> None:
         if isinstance(event, StepDone) and event.step == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), sent)
 
-    assert train(DATA, on_event=interrupt).exit_code == 130
+    cut = train(DATA, on_event=interrupt)
+    assert cut.exit_code == code
+    assert (tmp_path / "run" / f"checkpoint-{cut.global_step}" / "manifest.json").is_file()
+
+
+def test_what_is_printed_after_the_terminal_is_closed_raises_nothing() -> None:
+    kept, (terminal, ours) = os.dup(2), os.openpty()
+    os.dup2(ours, 2)
+    os.close(ours)
+    try:
+        with StopSignals() as signals:
+            os.close(terminal)
+            with pytest.raises(OSError):
+                os.write(2, b"lost")
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.write(2, b"to nowhere")
+        assert signals.received == signal.SIGHUP
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def test_a_signal_that_nohup_has_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signals.received is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 # ------------------------------------------------------------------------------------------------- the run's folder

@@ -43,7 +43,7 @@ class Ended(StrEnum):
 
 
 def exit_code(signum: int) -> int:
-    """What a process ended by a signal exits with, as shells count: SIGTERM 143, SIGINT 130."""
+    """What a process ended by a signal exits with, as shells count: SIGTERM 143, SIGINT 130, SIGHUP 129."""
     return 128 + signum
 
 
@@ -228,7 +228,7 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """What a process that made this run should exit with: 0, or 128 + the signal (SIGTERM 143, SIGINT 130)."""
+        """What a process that made this run should exit with: 0, or 128 + the signal."""
         return 0 if self.signal is None else exit_code(self.signal)
 
     @property
