@@ -362,15 +362,21 @@ def splice(prompt: Segment, answer: Segment) -> Segment:
     )
 
 
-def spans_of(segment: Segment, *spans: slice) -> Segment:
-    """The tokens of some spans, one behind the other, targets and all."""
+def spans_of(segment: Segment, *spans: slice, first: bool = True, last: bool = True) -> Segment:
+    """The tokens of some spans, one behind the other; ``first``, ``last``: these may be targets if they were."""
     kept = spans[0] if len(spans) == 1 else np.r_[spans]
-    return replace(
-        segment,
+    target = segment.target[kept]
+    if not (first and last):
+        target = target.copy()
+        target[:1] = target[:1] if first else False
+        target[-1:] = target[-1:] if last else False
+    return Segment(  # in half the time of `replace`: each cut segment of each batch is one
         input_ids=segment.input_ids[kept],
-        target=segment.target[kept],
+        target=target,
         weight=None if segment.weight is None else segment.weight[kept],
-        media=media_within(segment.media, spans),
+        media=media_within(segment.media, spans) if segment.media else (),
+        for_rewards=segment.for_rewards,
+        address=segment.address,
     )
 
 

@@ -15,7 +15,7 @@ beginning (`layout.cut_prompt`), the same ones for all that share it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,8 +107,7 @@ def take_window(segment: Segment, window: SegmentCut) -> Segment:
     if whole and not window.open_end and not (len(segment) and segment.target[0]):
         return segment
     kept, own = [slice(0, window.head)] if window.head else [], slice(window.start, window.stop)
-    part = spans_of(segment, *kept, own)
-    return replace(part, target=_trim(part.target, open_end=window.open_end))
+    return spans_of(segment, *kept, own, first=False, last=not window.open_end)
 
 
 def _split(segment: Segment, max_length: int, wholes: Sequence[slice]) -> list[SegmentCut]:
