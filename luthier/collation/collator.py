@@ -318,10 +318,10 @@ _TEXT_INPUTS = frozenset(
 )  # fmt: skip
 
 
-def has_only_text(batch: Batch, *typed: str) -> bool:
-    """Whether `only_segments` can be had of it: the features of media are not told apart by segment. ``typed``: names
-    of inputs that models of media get for words, too."""
-    return batch.model_inputs.keys() <= {*_TEXT_INPUTS, *typed}
+def beyond_text(batch: Batch, *typed: str) -> set[str]:
+    """The inputs that a batch of text has not: `only_segments` can be had of none with some, as the features of media
+    are not told apart by segment. ``typed``: names of those that models of media get for words, too."""
+    return batch.model_inputs.keys() - {*_TEXT_INPUTS, *typed}
 
 
 def only_segments(batch: Batch, kept: Collection[int], *, pad_token_id: int) -> Batch:
@@ -333,7 +333,7 @@ def only_segments(batch: Batch, kept: Collection[int], *, pad_token_id: int) -> 
 
     Raises AssertionError where nothing is kept, and for a batch with media.
     """
-    assert kept and has_only_text(batch), "some segments, of text"
+    assert kept and not beyond_text(batch), "some segments, of text"
     rows = list(_rows(batch, kept))
     grid = _grid(batch, rows, pad_token_id)
     how = CollateSettings(

@@ -7,9 +7,9 @@ Many classes of transformers take what `get_image_features` and `get_video_featu
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -204,11 +204,18 @@ _ENCODES = {"image": "get_image_features", "video": "get_video_features", "audio
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlankMedia:
     """A blank item of each kind whose encoder is trained, or whose features pass through something that is; and
-    ``reached``, all that is trained outside of the language model. ``along``: inputs that tokens of words have, too."""
+    ``reached``, for each kind the inputs of the blank, and what it reaches of what is trained outside of the language
+    model. ``along``: inputs that tokens of words have, too."""
 
     features: Mapping[str, TensorFeatures]
-    reached: tuple[nn.Parameter, ...] = ()
+    reached: Mapping[str, tuple[frozenset[str], tuple[nn.Parameter, ...]]] = field(default_factory=dict)
     along: tuple[str, ...] = TYPE_INPUTS
+
+    def kinds_of(self, inputs: Set[str]) -> list[bool]:
+        """For each of ``reached`` whether a batch with these inputs, beyond those of words, may hold some: sounds come
+        in those of their blank, and what is seen (videos, features that were kept) in any others."""
+        heard = self.reached["audio"][0] if "audio" in self.reached else frozenset[str]()
+        return [bool(inputs & heard if kind == "audio" else inputs - heard) for kind in self.reached]
 
     def missing(self, inputs: Mapping[str, object]) -> dict[str, TensorFeatures]:
         """Those of which a batch has nothing."""
@@ -290,9 +297,11 @@ def needed_blanks(
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     reached: set[str] = set()
-    needed = {}
+    needed, by_kind = {}, {}
     outside = {name for name, part in _trained_parts(model, parts).items() if part is not ModelPart.LANGUAGE_MODEL}
     for kind, of_kind in features.items():
+        if kind == "audio" and getattr(plain_model(model).config, "audio_config", kind) is None:
+            continue  # a model that could hear, but does not, as some of Gemma 4
         if not outside and not hasattr(plain_model(model), _ENCODES[kind]):
             continue  # whatever it is that encodes them, it is not trained
         out = _encoded(model, kind, of_kind)
@@ -303,6 +312,7 @@ def needed_blanks(
         if now - reached:
             needed[kind] = of_kind
         reached |= now
+        by_kind[kind] = frozenset(of_kind), tuple(trained[name] for name in trained if name in outside & now)
     idle = [name for name in trained if name in outside - reached]
     for name in idle:
         trained[name].requires_grad_(False)
@@ -311,7 +321,7 @@ def needed_blanks(
         notes.append(
             f"{counted(count, 'parameter')} of {', '.join(idle[:3])} … take part in nothing, and are not trained"
         )
-    return BlankMedia(features=needed, reached=tuple(trained[name] for name in trained if name in outside & reached))
+    return BlankMedia(features=needed, reached=by_kind)
 
 
 @contextmanager
@@ -337,7 +347,9 @@ def with_blanks(model: nn.Module, blanks: BlankMedia | None, inputs: Mapping[str
 def _encoded(model: nn.Module, kind: str, features: TensorFeatures) -> torch.Tensor:
     """The sum of all that the model's encoder of this kind, and what takes its features to the words, give."""
     plain = plain_model(model)
-    encode = getattr(plain, _ENCODES[kind], None)
+    # some classes leave it, or the names of its arguments, to the model inside of them
+    encodes = (getattr(each, _ENCODES[kind], None) for each in (plain, plain.base_model))
+    known, encode = next(((found, each) for each in encodes if each and (found := _arguments(each))), ({}, None))
     if encode is None:
         raise ModelError(
             f"{type(plain).__name__} has no {_ENCODES[kind]}, by which ranks without any {kind}, or steps that train "
@@ -345,10 +357,20 @@ def _encoded(model: nn.Module, kind: str, features: TensorFeatures) -> torch.Ten
             hint="train on one process, the language model too, or freeze its towers: adapter.train_parts: "
             "[language_model]",
         )
-    known = inspect.signature(encode).parameters
-    output = encode(**{name: value for name, value in features.items() if name in known})
+    given = {name: value for name, value in features.items() if name in known}
+    for name, is_needed in known.items():  # Video-LLaVA's pixel_values are pixel_values_images elsewhere
+        if is_needed and name not in given:
+            given[name] = next(value for feature, value in features.items() if feature.startswith(name))
+    output = encode(**given)
     tensors = [each for each in _tensors(output) if each.is_floating_point()]
     return torch.stack([each.float().sum() for each in tensors]).sum()
+
+
+def _arguments(encode: Callable[..., object]) -> dict[str, bool]:
+    """The names of its arguments, and whether each has to be given; {} where it passes on whatever it gets."""
+    parameters = inspect.signature(encode).parameters.values()
+    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    return {each.name: each.default is each.empty for each in named}
 
 
 def _tensors(output: object) -> Iterator[torch.Tensor]:

@@ -22,7 +22,7 @@ from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 
-from luthier.collation.collator import has_only_text
+from luthier.collation.collator import beyond_text
 from luthier.errors import ModelError
 from luthier.layout import leaves
 from luthier.models import evaluating, output_layer, plain_model, sharding
@@ -233,12 +233,18 @@ class ModelPass:
     temperature: float = 1.0
 
     def out_of_reach(self, batches: Iterable[Batch], reduce: Reduce) -> tuple[nn.Parameter, ...]:
-        """What no micro-batch of a step reaches but by blanks, on no rank: towers and projectors, where all are words
-        alone. Without blanks it would have no gradient, and an optimizer would leave it as it is."""
-        if self.blanks is None:
+        """What no micro-batch of a step reaches but by blanks, on no rank: the towers and projectors of the kinds of
+        media that it has nothing of. Without blanks these would have no gradient, and an optimizer would leave them as
+        they are."""
+        if self.blanks is None or not self.blanks.reached:
             return ()
-        with_media = sum(not has_only_text(batch, *self.blanks.along) for batch in batches)
-        return () if reduce(torch.tensor([with_media], device=self.device)).any() else self.blanks.reached
+        counts_K = torch.zeros(len(self.blanks.reached), dtype=torch.int64)
+        for batch in batches:
+            counts_K += torch.tensor(self.blanks.kinds_of(beyond_text(batch, *self.blanks.along)))
+        here = reduce(counts_K.to(self.device)).tolist()
+        of_kinds = [parameters for _, parameters in self.blanks.reached.values()]
+        seen = {parameter for of_kind, count in zip(of_kinds, here, strict=True) if count for parameter in of_kind}
+        return tuple(dict.fromkeys(each for of_kind in of_kinds for each in of_kind if each not in seen))
 
     def scored(
         self, model: nn.Module, batch: Batch, score: Callable[[torch.Tensor, AnyHead, Targets], Scores]

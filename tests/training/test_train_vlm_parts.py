@@ -320,6 +320,22 @@ def test_no_blank_is_needed_where_nothing_that_is_trained_is_reached_by_one() ->
     assert needed_blanks(model, find_parts(model), blank, notes).features == {} and not notes
 
 
+def test_encoders_are_asked_under_other_names_and_inside_and_a_deaf_model_for_no_sound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Video-LLaVA names its pixels, as MiniCPM-V 4.6 passes them on, and as some of Gemma 4 have no such encoder."""
+    model = tiny_vlm("llava")
+    adapters.apply_adapter(model, AdapterConfig(train_parts=[ModelPart.TOWER]))
+    model.config.audio_config = None
+    inside = model.model
+    monkeypatch.setattr(model, "get_image_features", lambda *args, **kwargs: inside.get_image_features(*args, **kwargs))
+    blank = {
+        "image": {"pixel_values_images": torch.zeros(1, 3, 56, 56)},
+        "audio": {"input_features": torch.zeros(1, 2, 3)},
+    }
+    assert list(needed_blanks(model, find_parts(model), blank, []).features) == ["image"]
+
+
 def test_a_model_whose_encoder_cannot_be_asked_is_refused_in_words() -> None:
     model = tiny_vlm("llava")
     with refused(ModelError, "get_audio_features", "adapter.train_parts"):
@@ -371,3 +387,11 @@ def test_a_step_reaches_a_tower_if_one_rank_has_a_picture() -> None:
     told = replace(forward, blanks=replace(blanks, along=(*blanks.along, "marks")))
     assert forward.out_of_reach([marked], lambda own: own) == (), "it may be an item's"
     assert len(told.out_of_reach([marked], lambda own: own)) == len(left), "a family's words have it, too"
+    hears = (frozenset({"sound", "length"}), (model.lm_head.weight,))
+    omni = replace(forward, blanks=replace(blanks, reached={**blanks.reached, "audio": hears}))
+    heard = replace(words, model_inputs={**words.model_inputs, "sound": torch.zeros(1)})
+    film = replace(words, model_inputs={**heard.model_inputs, "pixel_values_videos": torch.zeros(1)})
+    for batch in (shown, marked):
+        assert [names[id(each)] for each in omni.out_of_reach([words, batch], lambda own: own)] == ["lm_head.weight"]
+    assert [names[id(each)] for each in omni.out_of_reach([words, heard], lambda own: own)] == left
+    assert omni.out_of_reach([film], lambda own: own) == omni.out_of_reach([shown, heard], lambda own: own) == ()

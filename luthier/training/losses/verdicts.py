@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from luthier.collation.collator import has_only_text, only_segments
+from luthier.collation.collator import beyond_text, only_segments
 from luthier.config.objective import LOSSES
 from luthier.models.passes import ModelPass, Scored
 from luthier.objectives import Measure, Measures, loss_sums, measure
@@ -116,7 +116,7 @@ class FeedbackLosses(step_losses.AnswerLosses):
 
     def _only(self, batch: Batch, segments: Sequence[int]) -> Batch:
         """These segments of the batch, where they are not all of it and can be told apart."""
-        if not segments or len(segments) == batch.num_segments or not has_only_text(batch):
+        if not segments or len(segments) == batch.num_segments or beyond_text(batch):
             return batch
         return only_segments(batch, frozenset(segments), pad_token_id=self.forward.pad_token_id)
 
