@@ -99,8 +99,8 @@ def reporting(json_target: str | None) -> Iterator[Output]:
 
 
 def as_mistake(error: BaseException) -> BaseException:
-    """The error itself; for a missing package of an extra, for memory that ran out, and for a home folder that is not
-    known, the `UserError` that says what to do."""
+    """The error itself; for a missing package of an extra, for memory that ran out, for a home folder that is not known
+    and a working folder that is gone, the `UserError` that says what to do."""
     if _is_of_memory(error):
         return UserError(
             f"memory ran out: {first_line(error)}",
@@ -112,6 +112,8 @@ def as_mistake(error: BaseException) -> BaseException:
             "a path begins with ~, or is below ~/.cache, and there is no such home folder",
             hint="set HOME, or XDG_CACHE_HOME and data.store; or write the path without ~",
         )
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # `os.getcwd`'s: other calls name a file
+        return UserError("the folder that this was started in is gone", hint="cd to one that is there")
     if not isinstance(error, ModuleNotFoundError):
         return error
     package = (error.name or "").partition(".")[0]

@@ -36,6 +36,7 @@ from luthier.writing import counted
 
 MOST_RUNS, MOST_LOOKED_AT = 200, 100_000  # run descriptions in a folder, and characters of each
 MAX_LISTED = 10_000  # files of a folder that a near name is looked for among
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")  # of the environment, as shells write it
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_ROWS = re.compile(r"[\w.-]+(/[\w.-]+)*")  # perhaps one folder of a data set
 _TEMPLATE_NAME = re.compile(r"[\w-]+(\.\d+)?")  # chatml, openchat-3.6; chat.jinja is a file
@@ -201,10 +202,13 @@ def _folder(draft: Draft, key: str, path: str | os.PathLike[str], hint: str) -> 
 def _writable(draft: Draft, key: str, path: str | os.PathLike[str] | None) -> Iterator[Problem]:
     if path is None:
         return
-    there = os.path.abspath(path)
+    there, missing = os.path.abspath(path), ""
     while not os.path.lexists(there) and os.path.dirname(there) != there:
-        there = os.path.dirname(there)
-    if not os.path.isdir(there):
+        there, missing = os.path.split(there)[0], os.path.join(os.path.basename(there), missing)
+    if (variable := _VARIABLE.search(missing)) is not None and (variable[1] or variable[2]) in os.environ:
+        what = f'"{path}" would be a folder of this very name: {variable[0]} is not replaced in a run description'
+        yield draft.problem(key, what, f'write the path out, or give it on the command line: {key}="{path}"')
+    elif not os.path.isdir(there):
         what = f'"{path}" cannot be a folder: {there} is a file'
         yield draft.problem(key, what, "name another folder, or move the file away")
     elif not os.access(there, os.W_OK | os.X_OK):

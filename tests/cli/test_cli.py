@@ -235,6 +235,17 @@ def test_a_home_folder_that_is_not_known_is_no_bug(
     assert "HOME" in told and "Traceback" not in told
 
 
+def test_a_working_folder_that_is_gone_is_no_bug(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = config.parent / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert run(["prepare", str(config), "data.train=rows.jsonl"]) == edge.EXIT_USER
+    assert "is gone" in capsys.readouterr().err
+
+
 def test_held_out_rows_that_are_trained_too_are_told(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = config.parent / "rows.jsonl"
     assert run(["prepare", str(config), "data.eval_split=0", f"data.eval={rows}", "data.max_drop=0.5"]) == 0

@@ -93,6 +93,8 @@ def test_folders_hub_ids_and_presets_are_models(folder: Path, model: str) -> Non
             "template: {chat_template: chta.jinja}\n",
             ("run.yaml:4 template.chat_template: ", "did you mean chat.jinja?"),
         ),
+        ("output: {dir: $HOME/out}\n", ("run.yaml:4 output.dir: ", "$HOME is not replaced", "command line")),
+        ("  store: '${HOME}'\n", ("run.yaml:4 data.store: ", "${HOME} is not replaced")),
         ("output: {dir: info.json}\n", ("run.yaml:4 output.dir: ", "info.json is a file", "another folder")),
         (
             "output: {resume: out/checkpoint-5}\n",
@@ -123,6 +125,9 @@ def test_paths_that_can_be_used_are_accepted(folder: Path) -> None:
     assert told(more="template: {chat_template: chat.jinja}\n") == ""
     assert told(more="template: {chat_template: '{{ messages }}'}\n") == ""
     assert told(more="output: {dir: new/output, resume: data}\n") == ""
+    assert told(more="output: {dir: $5/no$VARIABLE_of_this_name}\n") == ""
+    (folder / "$HOME").mkdir()
+    assert told(more="output: {dir: $HOME/out}\n") == ""
 
 
 def test_an_output_folder_without_permission_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
