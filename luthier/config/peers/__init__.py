@@ -102,7 +102,7 @@ def rows_of_split(split: str) -> tuple[str, JsonObject] | None:
     return match[1], {"slice": f"{start}:{end}"}
 
 
-def objective_said(reading: Translator) -> Any:
+def objective_said(reading: Translator) -> object:
     """The objective that the command line names; these tools' files do not."""
     said = reading.take("objective")
     return said.get("name") if isinstance(said, dict) else said
