@@ -348,7 +348,7 @@ def _encoded(model: nn.Module, kind: str, features: TensorFeatures) -> torch.Ten
     """The sum of all that the model's encoder of this kind, and what takes its features to the words, give."""
     plain = plain_model(model)
     # some classes leave it, or the names of its arguments, to the model inside of them
-    encodes = (getattr(each, _ENCODES[kind], None) for each in (plain, plain.base_model))
+    encodes = (getattr(each, _ENCODES[kind], None) for each in (plain.base_model, plain))
     known, encode = next(((found, each) for each in encodes if each and (found := _arguments(each))), ({}, None))
     if encode is None:
         raise ModelError(
@@ -363,6 +363,11 @@ def _encoded(model: nn.Module, kind: str, features: TensorFeatures) -> torch.Ten
             given[name] = next(value for feature, value in features.items() if feature.startswith(name))
     output = encode(**given)
     tensors = [each for each in _tensors(output) if each.is_floating_point()]
+    if not tensors:  # Llama 4's class gives what its tower makes, and projects it in its own forward
+        states = output.last_hidden_state
+        for name in find_parts(plain).projector:
+            states = plain.get_submodule(name)(states)
+        tensors = [states]
     return torch.stack([each.float().sum() for each in tensors]).sum()
 
 

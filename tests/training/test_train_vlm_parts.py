@@ -19,6 +19,7 @@ from tiny_vlms import TEXT, VLMS, alone_inputs, packed_batch, seen, tiny_vlm
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForMultimodalLM, CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import luthier
 from luthier.collation import MediaInputs
@@ -334,6 +335,12 @@ def test_encoders_are_asked_under_other_names_and_inside_and_a_deaf_model_for_no
         "audio": {"input_features": torch.zeros(1, 2, 3)},
     }
     assert list(needed_blanks(model, find_parts(model), blank, []).features) == ["image"]
+    monkeypatch.undo()  # and as Llama 4 projects what its tower gives in its own forward
+    adapters.apply_adapter(model, AdapterConfig(train_parts=[ModelPart.PROJECTOR]))
+    states = BaseModelOutputWithPooling(last_hidden_state=torch.randn(1, 16, 32))
+    monkeypatch.setattr(inside, "get_image_features", lambda pixel_values: states)
+    [(_, reached)] = needed_blanks(model, find_parts(model), {"image": blank["image"]}, []).reached.values()
+    assert len(reached) == len([p for p in model.parameters() if p.requires_grad]) > 0
 
 
 def test_a_model_whose_encoder_cannot_be_asked_is_refused_in_words() -> None:
