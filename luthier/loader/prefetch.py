@@ -55,11 +55,8 @@ MEDIA_CPU_PATIENCE = 30.0  # the same with media, whose processor is loaded firs
 MEDIA_PATIENCE = 60.0  # seconds, of any kind, with media: a processor is loaded first, then long videos are decoded
 LONGEST_PATIENCE = 120.0  # seconds, for a store to be opened and for disks to answer
 _STATES = {"R": "runs", "D": "waits for a disk", "T": "was stopped", "t": "is held by a debugger"}
-_KEPT_FROM_WORKERS = {
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-}  # the trainer's to answer, though the whole group gets them
+# The trainer's to answer, though the whole group gets them.
+_KEPT_FROM_WORKERS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def _words_to() -> int:

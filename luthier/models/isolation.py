@@ -19,7 +19,15 @@ from luthier.collation import CollateSettings
 from luthier.collation.collator import collate_packs, collate_trees, unpacked
 from luthier.errors import ModelError
 from luthier.media.families import PREFIX_TYPES
-from luthier.models import MediaNeeds, evaluating, is_multimodal, plain_model, set_text_attention, text_attention
+from luthier.models import (
+    MediaNeeds,
+    evaluating,
+    is_multimodal,
+    plain_model,
+    set_text_attention,
+    sharding,
+    text_attention,
+)
 from luthier.models.attention import PLAN, SEGMENTS, BlockReach, plan_attention, register_attention
 from luthier.models.encoders import with_encoder_outputs
 from luthier.models.mixers import Isolation, Windows, attention_inputs, layer_windows, part_mixers
@@ -182,7 +190,8 @@ class Trial:
         # the model's own way, with words and with pictures that it sees both ways, which ours has to be equal to
         plain = plain_model(model)
         reads_words = text_attention(plain) in ("sdpa", "eager") and not is_multimodal(plain.config)
-        self.own = self._quietly(self._own) if needs.types or reads_words else None
+        with sharding.uncompiled(model):  # the run has no use for graphs of it
+            self.own = self._quietly(self._own) if needs.types or reads_words else None
 
     def problem(self, chosen: ChosenIsolation) -> str | None:
         """None: it holds."""
@@ -253,7 +262,7 @@ def check_rows(model: nn.Module, first: Segment, how: CollateSettings, *, padded
         return found_BTV[-1, : len(rows[-1])]
 
     name = plain_model(model)._get_name()
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad(), sharding.uncompiled(model):
         alone = logits(part)
         if problem := _differs(logits(whole)[: len(part)], alone, "with later tokens, its"):
             hint = "take a model that predicts the next token; of encoders such as BERT none does"
@@ -272,7 +281,8 @@ def _moved(one: torch.Tensor, other: torch.Tensor) -> str | None:
 
 def _differs(found: torch.Tensor, alone: torch.Tensor, how: str = "packed") -> str | None:
     difference = float((found - alone).float().abs().mean() / alone.float().abs().mean().clamp(min=1e-9))
-    allowed = ALONE[found.dtype]
+    kind = found.device.type  # norms give 32 bits of what was computed in 16
+    allowed = ALONE[torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else found.dtype]
     if difference <= allowed:
         return None
     return f"{how} logits differ by {difference:.2g} of their size from those of the segment alone ({allowed} allowed)"

@@ -382,8 +382,8 @@ class StopSignals:
     """The first SIGTERM, SIGINT or SIGHUP (the terminal is closed) asks the run to finish its step and save, the second
     ends the process at once.
 
-    While entered, it remembers the first in ``received``. Outside the main thread it watches nothing, and nowhere what
-    is ignored, as SIGHUP is under nohup.
+    While entered, it remembers the first in ``received``. Outside the main thread it watches nothing, and nowhere a
+    SIGHUP that is ignored, as under nohup.
     """
 
     def __init__(self) -> None:
@@ -392,7 +392,9 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            heard = [watched for watched in WATCHED if signal.getsignal(watched) is not signal.SIG_IGN]
+            heard = set(WATCHED)
+            if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+                heard.remove(signal.SIGHUP)
             self._before = {watched: signal.signal(watched, self._receive) for watched in heard}
         return self
 

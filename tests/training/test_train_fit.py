@@ -234,7 +234,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_the_rows(tr
                 return segment
             return dataclasses.replace(segment, weight=np.full(len(segment), np.nan, dtype=np.float32))
 
-    data = dataclasses.replace(DATA, train=Poisoned(DATA.train))
+    data = make_data(Poisoned(DATA.train))
     with pytest.raises(
         TrainingError, match=r"step \d+: the loss is not a finite number[^:]*\n  rows of the batch: rows.jsonl:7\n"
     ):
