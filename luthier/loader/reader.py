@@ -111,8 +111,9 @@ class SegmentsInMemory:
         return len(self._segments)
 
     def __getitem__(self, number: int) -> Sample:
-        columns = {each.name: getattr(self._segments[number], each.name) for each in fields(Segment)}
-        return Sample(**columns, branches=(Branch(parent=-1, length=len(columns["input_ids"])),))
+        segment = self._segments[number]
+        columns = {each.name: getattr(segment, each.name) for each in fields(Segment)}
+        return Sample(**columns, branches=(Branch(parent=-1, length=len(segment)),))
 
     def refresh(self) -> SegmentsInMemory:
         """As `SampleStore.refresh`; none is added."""

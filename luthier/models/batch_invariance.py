@@ -443,7 +443,7 @@ def _own_turns(module: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_t
     sequence_BT = (position_ids == 0).cumsum(1)
     longest_BS = position_ids.new_zeros(len(position_ids), position_ids.shape[1] + 1)
     longest_BT = longest_BS.scatter_reduce(1, sequence_BT, position_ids + 1, "amax").gather(1, sequence_BT)
-    is_long_BT = longest_BT > _stretched_beyond(module, layer_type, kind)
+    is_long_BT = longest_BT > _limit(module, layer_type, kind)
     length_BT = is_long_BT.long() if kind == "longrope" else longest_BT * is_long_BT  # 0: not stretched
     found: list[torch.Tensor] = []
     for length in length_BT.unique().tolist():
@@ -456,7 +456,8 @@ def _own_turns(module: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_t
     return tuple(found) if len(found) > 1 else found[0]
 
 
-def _stretched_beyond(module: Any, layer_type: str | None, kind: str) -> int:
+def _limit(module: Any, layer_type: str | None, kind: str) -> int:
+    """Up to how many tokens a sequence has its positions unstretched."""
     if kind != "longrope":
         return int(module.original_max_seq_len)
     rope = module.config.rope_parameters

@@ -26,6 +26,7 @@ from luthier.models import (
     plain_model,
     set_text_attention,
     sharding,
+    stretched_beyond,
     text_attention,
 )
 from luthier.models.attention import PLAN, SEGMENTS, BlockReach, plan_attention, register_attention
@@ -252,7 +253,9 @@ class Trial:
 def check_rows(model: nn.Module, first: Segment, how: CollateSettings, *, padded: bool, device: torch.device) -> None:
     """Raise `ModelError` where a row's beginning has other logits than alone before later tokens, or (``padded``)
     beside a longer row, padded to its length."""
-    whole, part = _cut(first), _cut(first, TOKENS_TRIED // 2)
+    # beyond this length a row stretches its own positions, from its beginning on
+    most = min(TOKENS_TRIED, stretched_beyond(plain_model(model).config) or TOKENS_TRIED)
+    whole, part = _cut(first, most), _cut(first, most // 2)
 
     def logits(*rows: Segment) -> torch.Tensor:
         """[n, V] of the last row."""
@@ -265,7 +268,7 @@ def check_rows(model: nn.Module, first: Segment, how: CollateSettings, *, padded
     with evaluating(model), torch.no_grad(), sharding.uncompiled(model):
         alone = logits(part)
         if problem := _differs(logits(whole)[: len(part)], alone, "with later tokens, its"):
-            hint = "take a model that predicts the next token; of encoders such as BERT none does"
+            hint = "take a model that predicts the next token, which encoders such as BERT do not"
             raise ModelError(f"{name} sees what comes later in a row: {problem}", hint=hint)
         if padded and (problem := _differs(logits(whole, part), alone, "padded")):
             hint = "set train.per_device_train_batch_size and eval.per_device_eval_batch_size to 1"

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Phi3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from luthier.collation import CollateSettings
 from luthier.collation.collator import collate_packs, collate_trees
 from luthier.errors import ModelError
 from luthier.layout import tree_mask
@@ -31,6 +32,7 @@ from luthier.models.attention import (
     segments_attention,
 )
 from luthier.models.batch_invariance import turn_by_own_length
+from luthier.models.isolation import check_rows
 from luthier.models.mixers import Isolation, attention_inputs, layer_windows, tree_mask_mod
 from luthier.records import Batch, Branch, Pack
 
@@ -345,6 +347,8 @@ def test_a_long_sequence_stretches_its_own_positions_only(kind: str) -> None:
     assert min(lengths) < SHORT < max(lengths) and SHORT in lengths
     for batches, isolation in ((PACKED, Isolation.MASKS), (PADDED, Isolation.PADDED), (ALONE, Isolation.PADDED)):
         torch.testing.assert_close(log_probabilities(once, batches, isolation), expected)
+    how = CollateSettings(packed=False, pad_token_id=0)
+    check_rows(once, max(LEAVES, key=len), how, padded=True, device=torch.device("cpu"))
     # a long sequence leaves nothing behind, and transformers' own forward takes the longest for all
     own = log_probabilities(model(), PACKED, Isolation.MASKS)
     assert not torch.allclose(own, expected, atol=1e-6)
