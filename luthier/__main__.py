@@ -45,7 +45,7 @@ for _name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions
 
 # When Python looks for cycles: while torch is imported it would do so every few milliseconds, which takes a second.
 SELDOM = (10_000, 20, 20)
-EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPT, EXIT_UNREAD, EXIT_TERMINATED = 0, 1, 2, 130, 141, 143
+EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPT, EXIT_UNREAD = 0, 1, 2, 130, 141
 
 app = typer.Typer(
     name="luthier",
@@ -100,7 +100,12 @@ app.command("version", rich_help_panel="About")(configuring.version)
 
 
 class Terminated(BaseException):
-    """SIGTERM, as an exception: locks are released and worker processes ended on the way out."""
+    """SIGTERM, or SIGHUP where the terminal is closed, as an exception: locks are released, files that are half written
+    removed, and worker processes ended on the way out."""
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class ReaderGone(BaseException):
@@ -111,7 +116,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and leave the process; `docs/errors.md` says what each exit code means."""
     gc.set_threshold(*SELDOM)
     _open_standard_streams()
-    signal.signal(signal.SIGTERM, _raise_terminated)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _raise_terminated)
+    if os.environ.get("COLUMNS") == "0":  # a terminal that does not know its width; rich would print nothing
+        del os.environ["COLUMNS"]
     sys.stdout = _guarded(sys.stdout)
     if isinstance(sys.stderr, io.TextIOWrapper):
         sys.stderr.reconfigure(errors="backslashreplace")
@@ -130,15 +139,17 @@ def run(arguments: list[str] | None = None) -> int:
     """Run the command line and give the exit code; errors are told on stderr."""
     try:
         code = app(args=arguments, prog_name="luthier", standalone_mode=False)
+        if code == EXIT_INTERRUPT:  # what typer makes of Ctrl-C
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else EXIT_OK
     except SystemExit as left:  # how completion leaves
         return left.code if isinstance(left.code, int) else EXIT_OK if left.code is None else EXIT_BUG
     except KeyboardInterrupt:
         stderr_terminal().print("interrupted", style="yellow")
         return EXIT_INTERRUPT
-    except Terminated:
+    except Terminated as stopped:
         stderr_terminal().print("terminated", style="yellow")
-        return EXIT_TERMINATED
+        return 128 + stopped.number
     except ReaderGone:
         return EXIT_UNREAD
     except Exception as raised:  # noqa: BLE001 - the process edge: whatever is left is our bug
@@ -153,7 +164,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated
+    raise Terminated(number)
 
 
 class _Guarded(io.TextIOWrapper):

@@ -64,13 +64,17 @@ def printable(text: str) -> str:
     return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file at once or not at all; `UserError` where the place cannot be written to."""
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # what a disk answers that takes no more
+
+
+def write_text(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write a file at once or not at all, as `whole_file` does; `UserError` where the place cannot be written to."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, [text.encode()], durable=False)
+        write_whole(path, [text.encode()], durable=durable)
     except OSError as error:
-        hint = "name a file in a folder you may write to"
+        hint = "free space there, or name " if error.errno in FULL else "name "
+        hint += "a file in another folder, which you may write to"
         raise UserError(f"cannot write {path}: {error.strerror}", hint=hint) from error
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.config.schema import GenerateConfig
-from luthier.engines.json_client import BUSY, PAUSES, ServerRefused, ServerUnreachable, ServerWrong
+from luthier.engines.json_client import BUSY, PAUSES, ServerRefused, ServerUnreachable, ServerWrong, in_threads
 from luthier.errors import LuthierError, SamplerLost, UserError
 from luthier.records import MediaItem
 from luthier.writing import counted
@@ -214,20 +214,18 @@ class SamplerPool:
         unit, over = self._patiently(lambda sampler: sampler.samples_at_once), Event()
         parts = [part for request in asked for part in _parts(request, unit)]
         workers = max(1, len(self.samplers) * self.at_once // unit)
-        pool = ThreadPoolExecutor(min(workers, len(parts)), thread_name_prefix="luthier-samplers")
         try:
-            answers = [pool.submit(self._answer, part, over) for part in parts]
-            refused = set[int]()
-            for future in as_completed(answers):
-                found = future.result()
-                if isinstance(found, list):
-                    yield from (answer for answer in found if answer.key not in refused)
-                elif found.key not in refused:
-                    refused.add(found.key)
-                    yield found
+            with in_threads(lambda part: self._answer(part, over), parts, workers) as answers:
+                refused = set[int]()
+                for future in as_completed(answers):
+                    found = future.result()
+                    if isinstance(found, list):
+                        yield from (answer for answer in found if answer.key not in refused)
+                    elif found.key not in refused:
+                        refused.add(found.key)
+                        yield found
         finally:
             over.set()
-            pool.shutdown(wait=False, cancel_futures=True)
 
     def score(self, ids: Ids, start: int, media: Sequence[MediaItem] = ()) -> NDArray[np.float32]:
         """Log-probabilities of ``ids[start:]``, float32[T - start]. Raises `SamplerLost`."""

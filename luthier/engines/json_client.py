@@ -12,12 +12,13 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from threading import Timer
+from threading import Thread, Timer
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from luthier.config.rollout import LOOPBACK
@@ -257,16 +258,19 @@ Say in a few sentences why, and end with a line of this form:
 Score: NUMBER
 """
 WRONG_QUESTION = (400, 413, 422)  # a status that says that this question is wrong, and others need not be
+LATE = "the judge does not reply in time"  # the reason of an answer that is asked about again by the next process
 MOST_LATE = 16  # replies in a row that do not come in time, after which the server is given up
 _LABEL = re.compile(  # Score:   **Score:**   "score":   Score (1-10) =
-    r"""(?<![a-z])score(?:["'`*_]*[ \t]*\([^()\n]{0,40}\))?["'`*_]*[ \t]*[:=]""", re.IGNORECASE
+    r"""(?<![a-z])score(?:["'`*_]*[ \t]*\([^()\n]{0,40}\))?["'`*_]*[ \t]*[:=：]""", re.IGNORECASE
 )
 _NUMBER = r"([-+−]?\d+(?:\.\d+)?(?:e[-+]?\d+)?)"
-_ALONE = re.compile(rf"\s*{_NUMBER}\s*", re.IGNORECASE)
-_FIRST = re.compile(  # 8, **8**, 8/10 and 8. but not 8-9, 8,5 or 8th
-    rf"""[\s"'`*_$(\[{{]*{_NUMBER}(?!\w|[.,]\d|\s?[-–—]\s?\d)""", re.IGNORECASE
+_FIRST = re.compile(  # 8, **8**, 8/10, 8 out of 10 and 8. but not 8-9, 8,5 or 8th
+    rf"""[\s"'`*_$(\[{{<]*{_NUMBER}(?!\w|[.,]\d|\s?[-–—]\s?\d)(?:[\s"'`*_$]*(?:/|out\s+of\b)\s*{_NUMBER})?""",
+    re.IGNORECASE,
 )
+_AROUND = " \t\r\n\"'`*_$)]}>."  # what may stand behind a score that is the whole reply
 Told = TypeVar("Told")
+Given = TypeVar("Given")
 _PLACE = re.compile(r"\{([a-z]+)\}")
 
 
@@ -324,18 +328,15 @@ class AnswerScorer:
         whose reply is late, has no score or one outside of the scale, or whose question is refused, has none.
         """
         late = 0
-        pool = ThreadPoolExecutor(self.config.batch_size, thread_name_prefix="luthier-judge")
-        try:
-            for found in pool.map(self._judged, answers):
+        with in_threads(self._judged, answers, self.config.batch_size) as judged:
+            for found in (future.result() for future in judged):
                 late = late + 1 if isinstance(found, ServerLate) else 0
                 if isinstance(found, ServerLate):
                     if late == MOST_LATE:
                         raise found
-                    yield Judgement(score=None, reason="the judge does not reply in time")
+                    yield Judgement(score=None, reason=LATE)
                 else:
                     yield found
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
 
     @cached_property
     def _model(self) -> dict[str, object]:
@@ -386,10 +387,12 @@ class AnswerScorer:
             ) from error
         if is_cut:
             return Judgement(score=None, reason="the judge's reply is cut off (judge.max_new_tokens)")
-        number = _ALONE.fullmatch(text) if len(parts) == 1 else _FIRST.match(parts[-1])
-        if number is None:
+        number = _FIRST.match(parts[-1])
+        if number is None or (len(parts) == 1 and text[number.end() :].strip(_AROUND)):
             return Judgement(score=None, reason="the judge's reply has no score")
-        score = float(number[1].replace("\u2212", "-"))
+        score, *highest = (float(each.replace("\u2212", "-")) for each in number.groups() if each is not None)
+        if highest not in ([], [self.config.high]):
+            return Judgement(score=None, reason="the judge's score is of another scale")
         if not self.config.low <= score <= self.config.high:
             return Judgement(score=None, reason="the judge's score is outside of the scale")
         return Judgement(score=score)
@@ -407,6 +410,34 @@ def patiently(ask: Callable[[], Told]) -> Told:
                 raise
         time.sleep(pause)
     return ask()
+
+
+@contextmanager
+def in_threads(do: Callable[[Given], Told], items: Sequence[Given], threads: int) -> Iterator[list[Future[Told]]]:
+    """What ``do`` gives for each item, by so many threads. What has not begun when the ``with`` block ends never does.
+
+    Nobody waits for threads that still ask a server, as a `ThreadPoolExecutor` would have the process do at its end: an
+    answer may take minutes, and Ctrl-C none.
+    """
+    found = [Future[Told]() for _ in items]
+    waiting = deque(zip(found, items, strict=True))
+
+    def work() -> None:
+        while waiting:
+            with suppress(IndexError):  # another thread took the last one
+                future, item = waiting.popleft()
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(do(item))
+                    except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+                        future.set_exception(error)
+
+    for _ in range(min(threads, len(found))):
+        Thread(target=work, name="luthier-asking", daemon=True).start()
+    try:
+        yield found
+    finally:
+        waiting.clear()
 
 
 def as_read(text: str, message: Mapping[str, Any] | None, control: ControlTokens) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import cached_property
@@ -120,7 +120,8 @@ def compare_predictions(
     refused = {place[:2] for lines in (lines_a, lines_b) for place, line in lines.items() if "refused" in line}
     both = [place for place in lines_a if place[:2] not in refused]
     not_compared: dict[str, str] = {}
-    judged_a, judged_b = _judged_alike(folders, not_compared, is_asked=metrics is not None and JUDGE in metrics)
+    is_asked = metrics is not None and JUDGE in metrics
+    judged_a, judged_b = _judged_alike(folders, both, not_compared, is_asked=is_asked)
     answers_a = answers_in([lines_a[place] for place in both], judged_a)
     answers_b = answers_in([lines_b[place] for place in both], judged_b)
     losses_a, losses_b = _same_rows(folders, {row for row, _ in refused}, not_compared)
@@ -226,19 +227,24 @@ def _same_rows(
 
 
 def _judged_alike(
-    folders: tuple[Path, Path], not_compared: dict[str, str], *, is_asked: bool
+    folders: tuple[Path, Path], places: Collection[AnswerPlace], not_compared: dict[str, str], *, is_asked: bool
 ) -> tuple[Judgements, Judgements]:
-    """What a judge said of the answers of both, or nothing where it was not the same judge. Raises `UserError` where
-    its scores are asked for and are not there."""
+    """What a judge said of the answers of both, or nothing where it was not the same judge, or was not asked about all
+    of them. Raises `UserError` where its scores are asked for and are not there."""
     (by_a, of_a), (by_b, of_b) = (kept_judgements(folder) for folder in folders)
-    if by_a is not None and by_a == by_b:
+    told = list(zip(folders, (by_a, by_b), (of_a, of_b), strict=True))
+    if lacking := " and ".join(str(folder) for folder, by, _ in told if by is None):
+        what = f"{lacking} has no scores of a judge"
+    elif by_a != by_b:
+        what = "the two were judged by other settings of judge"
+    elif lacking := " and ".join(str(folder) for folder, _, said in told if not said.keys() >= set(places)):
+        what = f"the judge was stopped before it was asked about all answers of {lacking}"
+    else:
         return of_a, of_b
     if is_asked:
-        lacking = " and ".join(str(folder) for folder, by in zip(folders, (by_a, by_b), strict=True) if by is None)
-        what = f"{lacking} has no scores of a judge" if lacking else "the two were judged by other settings of judge"
         raise UserError(what, hint="predict both again with the same judge.url, judge.prompt and scale")
     if by_a is not None and by_b is not None:
-        not_compared[JUDGE] = "the two were judged by other settings of judge"
+        not_compared[JUDGE] = what
     return {}, {}
 
 

@@ -19,7 +19,7 @@ from luthier.config.choices import Packing
 from luthier.config.objective import ObjectiveConfig
 from luthier.config.schema import RunConfig
 from luthier.encoding.tokenizer import Tokenizer
-from luthier.engines.json_client import AnswerScorer, JudgedAnswer, Judgement, as_read
+from luthier.engines.json_client import LATE, AnswerScorer, JudgedAnswer, Judgement, as_read
 from luthier.errors import UserError
 from luthier.loader.numbered_rows import NumberedRows
 from luthier.loader.settings import eval_settings
@@ -100,7 +100,7 @@ def answers_in(lines: Sequence[Mapping[str, Any]], judged: Judgements | None) ->
 def judgements(
     judge: AnswerScorer, lines: Sequence[Mapping[str, Any]], folder: Path, control: ControlTokens
 ) -> Judgements:
-    """A judgement of each answer. What the same judge has said before is not asked again.
+    """A judgement of each answer. What the same judge has said before is not asked again, but where it was late.
 
     Raises what `AnswerScorer.judge` raises; what was said until then is kept.
     """
@@ -113,7 +113,7 @@ def judgements(
         FILES.append(path, _line(settings))
     elif not (content := path.read_bytes()).endswith(b"\n"):  # the last line was not written to its end
         write_whole(path, [content[: content.rfind(b"\n") + 1]])
-    found = dict(kept)
+    found = {place: one for place, one in kept.items() if one.reason != LATE}
     waiting = [line for line in lines if "refused" not in line and place_of(line) not in found]
     asked = [
         JudgedAnswer(
@@ -141,8 +141,8 @@ def kept_judgements(folder: Path) -> tuple[JsonObject | None, dict[AnswerPlace, 
     Raises `UserError` for a file that is something else.
     """
     path = folder / JUDGEMENTS_FILE
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    *lines, _ = text.split("\n")  # what stands behind the last line's end was not written to its end
+    content = path.read_bytes() if path.is_file() else b""
+    *lines, _ = content.split(b"\n")  # what stands behind the last line's end was not written to its end
     try:
         by, *told = [json.loads(line) for line in lines] or [None]
         found = {place_of(one): Judgement(score=one["score"], reason=one["reason"]) for one in told}
@@ -225,7 +225,7 @@ def losses_of(
         return kept
     segments = _of_answered(segments, lines)
     found = row_losses(config, tokenizer, model(), segments) if segments else []
-    write_text(folder / LOSSES_FILE, "".join(msgspec.json.encode(each).decode() + "\n" for each in found))
+    write_text(folder / LOSSES_FILE, "".join(msgspec.json.encode(each).decode() + "\n" for each in found), durable=True)
     return found
 
 

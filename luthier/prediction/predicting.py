@@ -408,7 +408,9 @@ def _answer(
         if on_progress is not None:
             on_progress(len(done), len(asked))
     told = [{name: value for name, value in found[place].items() if name != "question"} for place in sorted(found)]
-    write_text(folder / PREDICTIONS_FILE, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in told))
+    write_text(
+        folder / PREDICTIONS_FILE, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in told), durable=True
+    )
 
 
 def _at_once(run: TrainedRun, samples: int) -> int:

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -300,8 +301,9 @@ def test_a_bug_says_so_with_its_traceback(
 @pytest.mark.parametrize(
     ("raised", "code", "words"),
     [
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "interrupted"),
         (edge.Terminated(), 143, "terminated"),
+        (edge.Terminated(signal.SIGHUP), 129, "terminated"),
         (ModuleNotFoundError("No module named 'torch'", name="torch"), 2, "pip install"),
         (ModuleNotFoundError("No module named 'x'", name="x"), 1, "this is a bug"),
         (RowError("bad_part", "a detail"), 2, "bad_part: a detail"),

@@ -162,6 +162,10 @@ def test_a_reader_who_has_enough_is_no_error(command: str) -> None:
     assert not re.search("Traceback|Exception|pipe|standard output", done.stderr)
 
 
+def test_a_terminal_of_no_width_is_written_to() -> None:
+    assert "python" in luthier_process("luthier env", COLUMNS="0").stdout
+
+
 def test_a_terminal_of_ascii_gets_escapes_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "rüns.yaml").write_text("model: 你好")
     for command in (f"luthier plan {tmp_path}/rüns.yaml", "luthier env", "luthier --help"):

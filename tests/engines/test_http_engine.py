@@ -23,7 +23,7 @@ import luthier
 from luthier.config.schema import GenerateConfig
 from luthier.engines import Completion, Finish, Refusal, Request, SamplerPool, WeightsName
 from luthier.engines.http import HttpEngine, HttpSampler
-from luthier.engines.json_client import JsonClient, ServerUnreachable, ServerWrong
+from luthier.engines.json_client import JsonClient, ServerUnreachable, ServerWrong, in_threads
 from luthier.engines.local import LocalEngine
 from luthier.errors import SamplerLost, UserError
 from tests.check.llama_cpp import llama_cpp_server, write_gguf
@@ -334,6 +334,24 @@ def test_a_server_that_stalls_or_trickles_is_cut_off(sends: bytes) -> None:
             JsonClient(url, timeout=0.4, option="url", token_option="token_env").get("/v1/models")
         over.set()
         thread.join(HANG_SECONDS)
+
+
+def test_nobody_waits_for_a_server_once_its_answers_are_not_wanted() -> None:
+    over, begun = Event(), SimpleQueue[int]()
+
+    def ask(number: int) -> None:
+        begun.put(number)
+        over.wait(HANG_SECONDS)
+
+    with pytest.raises(KeyboardInterrupt), in_threads(ask, range(5), 2):
+        assert {begun.get(timeout=HANG_SECONDS) for _ in range(2)} == {0, 1}
+        raise KeyboardInterrupt
+    asking = [thread for thread in threading.enumerate() if thread.name == "luthier-asking"]
+    assert len(asking) == 2 and all(thread.daemon for thread in asking), "the process may end before they do"
+    over.set()
+    for thread in asking:
+        thread.join(HANG_SECONDS)
+    assert begun.empty(), "what has not begun never does"
 
 
 def test_half_an_answer_is_none(model: Any) -> None:

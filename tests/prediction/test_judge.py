@@ -21,6 +21,7 @@ from luthier.engines import json_client as judging
 from luthier.engines.json_client import (
     AnswerScorer,
     JudgedAnswer,
+    Judgement,
     ServerLate,
     ServerRefused,
     ServerUnreachable,
@@ -29,7 +30,7 @@ from luthier.engines.json_client import (
 from luthier.errors import ConfigError, UserError
 from luthier.metrics import METRICS, Answered, measured
 from luthier.prediction.comparing import compare_predictions as compare
-from luthier.prediction.model_scores import judgements
+from luthier.prediction.model_scores import judgements, kept_judgements
 from luthier.rendering import ControlTokens
 from tests.conftest import StubServer, refused, served_json
 from tests.prediction.test_compare import answers as some_answers
@@ -66,6 +67,10 @@ def answer(text: str = "up", expected: str | None = "Up.") -> JudgedAnswer:
 REPLIES: list[tuple[object, float | None, str]] = [
     ("Score: 1 it is at first, but\n**Score:** 8.5/10", 8.5, ""),
     (" 7\n", 7.0, ""),
+    ("**8/10**.", 8.0, ""),
+    ("Score：8 out of 10", 8.0, ""),
+    ("Score: 4/5", None, "another scale"),
+    ("Score: 4 out of 5", None, "another scale"),
     ("Final **Score (1-10)**: **9**.", 9.0, ""),
     ('{"score": "6"}', 6.0, ""),
     ("Score: 1e1", 10.0, ""),
@@ -170,7 +175,7 @@ class Dripping(BaseHTTPRequestHandler):
 
 
 def test_a_reply_that_never_ends_is_late_and_a_server_of_such_replies_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     server = StubServer(("127.0.0.1", 0), Dripping)
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # the judge hangs up
@@ -180,6 +185,12 @@ def test_a_reply_that_never_ends_is_late_and_a_server_of_such_replies_is_given_u
     try:
         found = list(judge.judge([answer(), answer()]))
         assert [one.score for one in found] == [None, None] and "time" in found[0].reason
+        line = {"row": "r:1", "turn": 1, "sample": 0, "prompt": "p", "expected": None, "generated": "g"}
+        judgements(judge, [line], tmp_path, ControlTokens(tokens=frozenset()))
+        monkeypatch.setattr(judge, "judge", lambda asked: [Judgement(score=4.0) for _ in asked])
+        (again,) = judgements(judge, [line], tmp_path, ControlTokens(tokens=frozenset())).values()
+        assert again.score == kept_judgements(tmp_path)[1]["r:1", 1, 0].score == 4, "a late one is asked about again"
+        monkeypatch.undo()
         monkeypatch.setattr(judging, "MOST_LATE", 2)
         with pytest.raises(ServerLate):
             list(judge.judge([answer()] * 3))
@@ -295,11 +306,12 @@ def test_two_predictions_are_compared_by_what_one_judge_said_of_both(tmp_path: P
         "an answer counts for both or for neither"
     )
     assert [pair.verdicts["judge"] for pair in found.pairs] == ["better", "equal", ""]
-    judged(folders[1], "y", [4, 5, 2])
-    other = compare(*folders)
-    assert "judge" not in {one.name for one in other.metrics} and "judge" in other.not_compared
-    with refused(UserError, "judge.url"):
-        compare(*folders, metrics=["judge"])
+    for by, scores in (("y", [4, 5, 2]), ("x", [4, 5])):  # another judge, and one that was stopped
+        judged(folders[1], by, scores)
+        other = compare(*folders)
+        assert "judge" not in {one.name for one in other.metrics} and "judge" in other.not_compared
+        with refused(UserError, "judge.url"):
+            compare(*folders, metrics=["judge"])
 
 
 def test_a_run_has_its_answers_judged_and_goes_on_where_the_judge_has_gone(tmp_path: Path) -> None:

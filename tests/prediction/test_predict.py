@@ -528,7 +528,7 @@ def test_a_prediction_that_was_killed_anywhere_gives_the_same_bytes(
     whole = ask(tmp_path / "whole", turns="every", samples=2)
     expected = files(whole.folder)
     assert set(expected) == {"prediction.json", "predictions.jsonl", "losses.jsonl", "metrics.json"}
-    written: list[bytes] = []
+    written, synced = list[bytes](), list[Path]()
     append = type(predicting.FILES).append
 
     def watched(self: object, path: Path, line: bytes) -> None:
@@ -537,7 +537,9 @@ def test_a_prediction_that_was_killed_anywhere_gives_the_same_bytes(
 
     with monkeypatch.context() as patched:
         patched.setattr(type(predicting.FILES), "append", watched)
+        patched.setattr("luthier.writing.sync", synced.append)
         ask(tmp_path / "watched", turns="every", samples=2)
+    assert len(synced) == 2, "answers and losses outlast a power cut: an empty file would be taken for a whole one"
     assert len(written) == 5, "each of the questions is kept as it is answered"
     journal = b"".join(written)
     for point in np.linspace(0, len(journal), 100 if SHARE == 1 else 6).astype(int).tolist():

@@ -17,13 +17,13 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from luthier.errors import CheckpointError
-from luthier.writing import counted, rename, sync, write_all, write_whole
+from luthier.writing import FULL, counted, rename, sync, write_all, write_whole
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 TORCH_WRITER = "inline_container"  # the part of torch that writes files, by which its errors can be told
-HINTS = dict.fromkeys(FULL, "free space there, or choose another output.dir") | {
-    errno.EXDEV: "the folder spans two file systems, so nothing in it can be renamed: choose another output.dir",
-    errno.EIO: "the disk may be failing: look at the system's log, or choose another output.dir",
+_ELSEWHERE = "choose another folder (output.dir, or --out of luthier predict)"
+HINTS = dict.fromkeys(FULL, f"free space there, or {_ELSEWHERE}") | {
+    errno.EXDEV: f"the folder spans two file systems, so nothing in it can be renamed: {_ELSEWHERE}",
+    errno.EIO: f"the disk may be failing: look at the system's log, or {_ELSEWHERE}",
 }
 
 
@@ -109,7 +109,7 @@ def reported(path: Path, *, doing: str = "written") -> Iterator[None]:
         yield
     except OSError as error:
         free = _free(path) if error.errno in FULL else ""
-        hint = HINTS.get(error.errno or 0, "change the permissions there, or choose another output.dir")
+        hint = HINTS.get(error.errno or 0, f"change the permissions there, or {_ELSEWHERE}")
         raise CheckpointError(f"{path} cannot be {doing}: {error.strerror or error}{free}", hint=hint) from error
     except (SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and TORCH_WRITER not in str(error):
