@@ -336,9 +336,11 @@ def test_folders_are_read_by_split(tmp_path: Path) -> None:
 def test_columns_that_trl_passes_over_say_nothing_here(
     tmp_path: Path, row: Mapping[str, object], objective: str
 ) -> None:
-    """`weight` and `system` beside the columns that its trainers read."""
+    """`weight`, `system` and earlier turns beside the columns that its trainers read, under any of their names."""
     made = []
-    for name, more in (("plain", {}), ("more", {"weight": 0.25, "system": "Be short."})):
+    silent = {"weight": 0.25, "system": "Be short.", "input": "Mars", "history": [["Hi", "Hello"]]}
+    others = {"loss_weight": 0.25, "system_prompt": "Be short."}
+    for name, more in (("plain", {}), ("more", silent), ("others", others)):
         path = rows_file(tmp_path, {**row, **more}, name=f"{name}.jsonl")
         text = f"model_name_or_path: preset:tiny-qwen3\ndataset_name: {path}\n"
         config = load_config_text(text, "theirs.yaml", [f"objective.name={objective}"])
@@ -346,7 +348,7 @@ def test_columns_that_trl_passes_over_say_nothing_here(
         (sample,) = encoder.encode_many([source.convert(row) for row in source.rows() if isinstance(row, RawRow)])
         assert isinstance(sample, Sample)
         made.append((sample.input_ids.tolist(), sample.target.tolist(), sample.weight))
-    assert made[0] == made[1]
+    assert made[0] == made[1] == made[2]
 
 
 @pytest.fixture(scope="module")

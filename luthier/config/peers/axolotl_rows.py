@@ -212,7 +212,7 @@ class _DataSet:
             if self.kind is not None and self.kind.format == "alpaca" and not self.as_text:
                 # earlier turns are never read, and a system message by few types
                 unread = {"history"} if self.kind.reads_system else {"history", "system"}
-                self.columns |= dict.fromkeys(sorted(unread & rows.names), "none")
+                self.columns |= trl_rows.left_out(unread, rows)
             self.columns = {ours: theirs for ours, theirs in self.columns.items()
                             if theirs in (*rows.names, "none") or ours not in _MAY_LACK}  # fmt: skip
 

@@ -10,7 +10,7 @@ import csv
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,11 @@ _SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 _NO_LIMIT = 131_072  # tokens, where `max_length: null` asks for no limit and the model tells none
 _MOST_FILES = 10_000  # of a folder that one is looked for in
 _JSON, _CELLS, _TABLES = {".json", ".jsonl", ".ndjson"}, {".csv": ",", ".tsv": "\t"}, {".parquet"}
-_SAY_NOTHING = {  # to TRL: columns of rows by their kind
-    "text": frozenset({"weight"}), "messages": frozenset({"system", "weight"}),
-    "prompt_completion": frozenset({"system", "weight"}), "feedback": frozenset({"system", "weight"}),
-    "preference": frozenset({"system", "weight", "history"}),
+_SAY_NOTHING = {  # to TRL: our columns by the kind of rows
+    "text": {"weight"}, "messages": {"system", "weight"}, "prompt_completion": {"system", "weight"},
+    "feedback": {"history", "query", "system", "weight"}, "preference": {"history", "query", "system", "weight"},
 }  # fmt: skip
+_FOUND_AS = {"query": {"input"}, "system": {"system", "system_prompt"}, "weight": {"weight", "loss_weight"}}
 _FIRST_BYTES = 4 << 20  # of a JSON file: a first row that is longer is not looked at
 
 
@@ -269,9 +269,14 @@ def _source(reading: Translator, given: Mapping[str, Any]) -> JsonObject:
     source, rows = _formatted(reading, given), _rows_of(given)
     if rows is None or objective_of(reading) == "rl":
         return source
-    silent = _SAY_NOTHING.get("text" if source.get("format") == "text" else str(rows.kind), frozenset()) & rows.names
-    columns = dict.fromkeys(sorted(silent), "none") | source.get("columns", {})
+    silent = _SAY_NOTHING.get("text" if source.get("format") == "text" else str(rows.kind), set())
+    columns = left_out(silent, rows) | source.get("columns", {})
     return {**source, "columns": columns} if columns else source
+
+
+def left_out(unread: Iterable[str], rows: RowColumns) -> dict[str, str]:
+    """The settings by which those of our columns are not read that rows have, under any of the usual names."""
+    return {ours: "none" for ours in sorted(unread) if rows.names & _FOUND_AS.get(ours, {ours})}
 
 
 def _formatted(reading: Translator, given: Mapping[str, Any]) -> JsonObject:
