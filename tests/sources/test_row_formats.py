@@ -98,6 +98,8 @@ def test_a_leading_system_message_wins_over_the_system_column() -> None:
     assert row.messages[0] == said("system", "A")
     assert len(row.messages) == 3
     assert sharegpt(("human", "Hi"), ("gpt", "Hello"), system="B").messages[0] == said("system", "B")
+    blocks = [{"type": "text", "text": "B", "cache_control": {"type": "ephemeral"}}]  # as Anthropic writes it
+    assert sharegpt(("human", "Hi"), ("gpt", "Hello"), system=blocks).messages[0] == said("system", "B")
 
 
 def test_tags_rename_keys_and_roles_and_leave_the_others_alone() -> None:

@@ -171,15 +171,17 @@ class Reading:
     def with_system(self, messages: list[Message]) -> list[Message]:
         """The messages after the system column's text, unless they bring a system message of their own; or none of
         the two, where the source drops them."""
-        system = self._text("system")
+        value, field = self._values.get("system"), self.field("system")
         if self.layout.drop_system:
             kept = [message for message in messages if message.role != "system"]
             if not kept:
                 raise RowError("empty_messages", "the list has system messages only", field=self.prompt_field())
             return kept
-        if not system or messages[0].role == "system":
+        if not value or messages[0].role == "system":
             return messages
-        return [Message(role="system", parts=(Text(text=system),)), *messages]
+        media = MediaQueue({}, self._root)  # the row's media stand in its messages
+        parts = turns.read_content(value, "system", None, media, field=field)
+        return [Message(role="system", parts=tuple(parts)), *messages]
 
     def label(self) -> bool:
         """The verdict of a feedback row; raises `RowError` if it is neither true nor false."""

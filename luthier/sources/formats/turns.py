@@ -104,7 +104,7 @@ def _read_full_message(message: dict[str, object], role: str, *, tags: Tags, med
     if role == FUNCTION_CALL:
         parts += read_calls(content)
     elif content is not None:
-        parts += mark_spans(_read_content(content, role, thinking, media, field=tags.content), spans)
+        parts += mark_spans(read_content(content, role, thinking, media, field=tags.content), spans)
     parts += _tool_calls(message, read.role)
     if not parts:
         raise RowError(
@@ -156,9 +156,10 @@ def _other_style(message: dict[str, object], tags: Tags) -> str:
     )
 
 
-def _read_content(
+def read_content(
     content: object, role: str, thinking: tuple[str, str] | None, media: MediaQueue, *, field: str
 ) -> list[Part]:
+    """What a message says, text or a list of parts; raises `RowError`."""
     if type(content) is str:
         return _split(content, role, thinking, media)
     if type(content) is dict:
@@ -206,7 +207,7 @@ def _read_part(item: object, role: str, thinking: tuple[str, str] | None, media:
             if role != "tool":
                 raise RowError("bad_part", f"a tool's result is a message of the role tool, this is a {role} message")
             if type(item.get("content")) is list:
-                return _read_content(item["content"], role, thinking, media, field="content")
+                return read_content(item["content"], role, thinking, media, field="content")
             if all(item.get(key) is None for key in ("value", "text", "content")):
                 return [Text(text="")]
             text = _part_text(item, ("value", "text", "content"))
