@@ -21,7 +21,7 @@ from luthier.config.choices import Documents
 from luthier.errors import RowError, SourceError
 from luthier.records import Address
 from luthier.sources import MAX_ROW_BYTES, RowBytes, invalid_utf8, num_outer_keys, row_too_long
-from luthier.sources.files import DataFile, FileKind, open_compressed
+from luthier.sources.files import DataFile, FileKind, is_wide, open_compressed
 from luthier.writing import counted
 
 if TYPE_CHECKING:
@@ -82,16 +82,15 @@ def open_text_file(file: DataFile) -> IO[bytes]:
     """The file, opened behind its byte order mark; raises `SourceError`, also for other encodings than UTF-8."""
     try:
         stream = _open(file)
-        start = stream.read(len(_POINTER))
+        start = stream.read(_HEADER_BYTES)
         stream.seek(0)
     except OSError as error:
         raise SourceError(f"{file.path}: cannot be opened: {error.strerror or error}") from error
-    # A text that begins with an ASCII character has a NUL as its first or second byte in UTF-16 and UTF-32.
-    if start[:2] in (b"\xff\xfe", b"\xfe\xff") or (b"\0" in start[:2] and len(start) > 1):
+    if is_wide(start, file.kind):
         stream.close()
         hint = f"iconv -f UTF-16 -t UTF-8 {file.path} > utf8{file.path[file.path.rfind('.') :]}"
         raise SourceError(f"{file.path}: the file is UTF-16 or UTF-32, UTF-8 is needed", hint=hint)
-    if start == _POINTER:
+    if start.startswith(_POINTER):
         stream.close()
         what = f"{file.path}: this is a pointer of Git LFS, which stands for a file, not the data"
         raise SourceError(what, hint="fetch the data: git lfs pull, in its folder")
