@@ -187,6 +187,8 @@ def _for_text(node: Scalar, schema: JsonSchema, path: KeyPath) -> str | None:
         return f"remove the quotes: {value}" if node.quoted and text.lower() == value else "write true or false"
     if "boolean" in allowed and text.lower() in _YES | _NO:
         return f"write true or false, or {' or '.join(choices(schema))}"
+    if "null" in allowed and text.lower() == "none":
+        return "write null"
     if allowed & {"integer", "number"}:
         if re.fullmatch(r"[-+]?0[0-9]+", text):
             return f"{text} could be octal or decimal: write {int(text[:100])}" + _octal(text)
@@ -302,8 +304,9 @@ def what_is_meant(key: str, value: object = None) -> Meant | None:
 
 
 def value_meant(key: str, value: object) -> Meant | None:
-    """The same for a value of a key of ours that it may not have: ``adapter.type``, ``qlora``."""
-    found = _other_tools_table()["values"].get(key, {}).get(_text(value))
+    """The same for a value of a key of ours that it may not have: ``adapter.type``, ``qlora``. Of a data set's keys
+    (``data.train[0].format``) the last name counts."""
+    found = _other_tools_table()["values"].get(key.rpartition("].")[2], {}).get(_text(value))
     return None if found is None else _parsed(found)
 
 

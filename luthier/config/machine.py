@@ -37,6 +37,7 @@ from luthier.writing import counted
 MOST_RUNS, MOST_LOOKED_AT = 200, 100_000  # run descriptions in a folder, and characters of each
 MAX_LISTED = 10_000  # files of a folder that a near name is looked for among
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")  # of the environment, as shells write it
+_QUOTES = frozenset("“”„‘’«»")  # which YAML takes for letters
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_ROWS = re.compile(r"[\w.-]+(/[\w.-]+)*")  # perhaps one folder of a data set
 _TEMPLATE_NAME = re.compile(r"[\w-]+(\.\d+)?")  # chatml, openchat-3.6; chat.jinja is a file
@@ -94,10 +95,11 @@ def _source(draft: Draft, key: str, source: SourceConfig) -> Iterator[Problem]:
     elif glob.has_magic(path):
         if next(glob.iglob(path, recursive=True), None) is None:
             what = f'no file matches "{source.path}" (tried {os.path.abspath(path)})'
-            yield draft.problem(at, what, "relative paths start from the current directory")
+            yield draft.problem(at, what, _starts(path))
     else:
-        hub = f"; a data set of the Hub is written hub:{path}" if _HUB_ID.fullmatch(path) and "/" in path else ""
-        yield draft.problem(at, _not_there(source.path, path), _near(path) + hub)
+        other = f"; a data set of the Hub is written hub:{path}" if _HUB_ID.fullmatch(path) and "/" in path else ""
+        other = "; a data set of data.registry is named in data.use" if re.fullmatch(r"[\w-]+", path) else other
+        yield draft.problem(at, _not_there(source.path, path), _near(path) + other)
 
 
 def _names(draft: Draft, key: str, names: list[str]) -> Iterator[Problem]:
@@ -139,7 +141,7 @@ def _model(draft: Draft, key: str, name: str | None) -> Iterator[Problem]:
         yield draft.problem(key, _not_there(name, path, "folder"), _near(path) + hub)
     elif not _HUB_ID.fullmatch(name):
         what = f'"{name}" is neither a folder ({os.path.abspath(path)}) nor a name on the Hub (OWNER/NAME)'
-        yield draft.problem(key, what, "relative paths start from the current directory")
+        yield draft.problem(key, what, _starts(name))
 
 
 def _made_by(draft: Draft, name: str) -> str | None:
@@ -232,10 +234,19 @@ def _near(path: str) -> str:
     except (OSError, ValueError):
         while os.path.dirname(folder) and not os.path.isdir(os.path.dirname(folder)):
             folder = os.path.dirname(folder)
-        return f"the folder {folder} does not exist; relative paths start from the current directory"
+        return f"the folder {folder} does not exist; {_starts(path)}"
     close = nearest(os.path.basename(path), names)
     if close is not None:
         return f"did you mean {os.path.join(os.path.dirname(path), close)}?"
+    return _starts(path)
+
+
+def _starts(path: str) -> str:
+    """Where a path that is not there was looked for, or what in it is no part of a path."""
+    if not _QUOTES.isdisjoint(path):
+        return "remove the typographic quotes: YAML knows \" and '"
+    if "$" in path:
+        return "Luthier does not read variables of the shell: write the value itself"
     return "relative paths start from the current directory"
 
 

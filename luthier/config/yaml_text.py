@@ -89,6 +89,7 @@ def number_meant(text: str) -> str | None:
 
 
 MAX_TAB_LINES = 10  # as many as help; a file full of tabs is fixed in one go anyway
+_GLUED = re.compile(r"\s*(\w+):(?=[^\s:/])")  # model:x
 LONGEST_KEY = 1024  # of a mapping that writes no question mark: what YAML itself sets
 
 
@@ -112,6 +113,10 @@ def explain_syntax(fault: Fault, text: str) -> list[Problem]:
             )
             for line in tabbed[:MAX_TAB_LINES]
         ]
+    before = lines[fault.line - 2] if fault.line > 1 else ""
+    if "mapping values are not allowed" in fault.what and (glued := _GLUED.match(before)):
+        hint = f"write {glued[1]}: {before[glued.end() :].strip()[:80]}"
+        return [Problem(where=str(fault.line - 1), key="", what="no blank follows the colon of the key", hint=hint)]
     source = lines[fault.line - 1] if fault.line <= len(lines) else ""
     what, hint = _in_words(fault, source.strip())
     return [Problem(where=str(fault.line), key="", what=what, hint=hint)]

@@ -59,6 +59,7 @@ SYNTAX = [
     _case("junk_after_brace", "{model: x}}\n", ("run.yaml:1: ", "after the end")),
     _case("yaml_2", "%YAML 2.0\n---\nmodel: x\n", ("run.yaml:1: ", "not YAML")),
     _case("top_list", "- model: x\n", ("run.yaml:1: ", "a list of 1", "begin with lines")),
+    _case("no_blank_before_a_key", "model:x\ndata: {train: a.jsonl}\n", ("run.yaml:1: ", "no blank", "write model: x")),
     _case("no_blank", "model:x\n", ("run.yaml:1: ", '"model:x"', "blank after each colon")),
     _case("tag", "model: !!python/object/apply:os.system ['x']\n", ("run.yaml:1: ", "!!python/object/apply:os.system")),
     _case("str_tag", "model: !!str 5\n", ("run.yaml:1: ", "!!str", "quotes make a text")),
@@ -113,7 +114,7 @@ KEYS = [
         "flat",
         "model_name_or_path: x\ndataset: a\nmax_length: 5\n",
         ("run.yaml:1 model_name_or_path: ", "model.name_or_path"),
-        ("run.yaml:2 dataset: ", "data.use"),
+        ("run.yaml:2 dataset: ", "data.train"),
         ("run.yaml:3 max_length: ", "data.max_length"),
     ),
     _case(

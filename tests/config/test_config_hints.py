@@ -133,6 +133,10 @@ ANSWERS = [
     ("wandb_project: mine", "write tracking.report_to: [wandb]"),
     ("enable_thinking: false", "write template.kwargs: {enable_thinking: false}"),
     ("learning_rate: 1e-4", "train.learning_rate"),
+    ("dataset: rows.jsonl", "data.train"),
+    ("train: {packing: true}", "write train.packing: window"),
+    ("train: {packing: false}", "write train.packing: none"),
+    ("train: {max_steps: None}", "write null"),
 ]
 
 
@@ -147,6 +151,7 @@ def test_a_section_of_ours_with_another_tools_value_is_answered_too() -> None:
     (problem,) = caught.value.problems
     assert problem.hint == "did you mean bfloat16? write model.dtype: bfloat16"
     assert value_meant("model.dtype", "bfloat16") is None
+    assert value_meant("data.eval[3].format", "openai") == Meant(told="write format: messages")
 
 
 def test_what_is_told_reads_as_yaml_where_it_is_to_be_written() -> None:

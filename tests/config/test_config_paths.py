@@ -144,6 +144,9 @@ def test_a_media_folder_that_is_not_there_is_told(folder: Path) -> None:
 def test_an_unknown_home_and_an_endless_name_are_ordinary_missing_files(folder: Path) -> None:
     assert "is not there" in told(train="~nobody-of-that-name/x.jsonl")
     assert "is not there" in told(train="x" * 5000)
+    assert "named in data.use" in told(train="identity")
+    assert "typographic quotes" in told(train="“rows.jsonl”")
+    assert "variables of the shell" in told(train="$NOBODY/rows.jsonl")
 
 
 def test_the_file_system_is_left_alone_on_request(folder: Path) -> None:
