@@ -318,10 +318,10 @@ _TEXT_INPUTS = frozenset(
 )  # fmt: skip
 
 
-def beyond_text(batch: Batch, *typed: str) -> set[str]:
+def beyond_text(batch: Batch) -> set[str]:
     """The inputs that a batch of text has not: `only_segments` can be had of none with some, as the features of media
-    are not told apart by segment. ``typed``: names of those that models of media get for words, too."""
-    return batch.model_inputs.keys() - {*_TEXT_INPUTS, *typed}
+    are not told apart by segment."""
+    return batch.model_inputs.keys() - _TEXT_INPUTS
 
 
 def only_segments(batch: Batch, kept: Collection[int], *, pad_token_id: int) -> Batch:

@@ -11,7 +11,7 @@ B rows, T tokens a row, K targets, S segments, P positions kept, D hidden size, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,11 +22,9 @@ from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 
-from luthier.collation.collator import beyond_text
 from luthier.errors import ModelError
 from luthier.layout import leaves
 from luthier.models import evaluating, output_layer, plain_model, sharding
-from luthier.models.encoders import BlankMedia, with_blanks
 from luthier.models.isolation import ChosenIsolation
 from luthier.models.model import REWARD_HEAD
 from luthier.models.routers import Reduce, Routers
@@ -218,33 +216,17 @@ Valued = tuple[TokenScores, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelPass:
-    """How batches go through a model. ``head`` is None for a reward model, which has no logits; ``blanks`` are for
-    models with towers that several ranks train; ``autocast`` is the type that the run computes in, in evaluation and
-    for references as in training, None: that of the weights; ``routers`` of experts whose load a loss balances;
-    ``temperature``: what logits are divided by."""
+    """How batches go through a model. ``head`` is None for a reward model, which has no logits; ``autocast`` is
+    the type that the run computes in, in evaluation and for references as in training, None: that of the weights;
+    ``routers`` of experts whose load a loss balances; ``temperature``: what logits are divided by."""
 
     isolation: ChosenIsolation
     head: OutputHead | None
     device: torch.device
     pad_token_id: int
-    blanks: BlankMedia | None = None
     autocast: torch.dtype | None = None
     routers: Routers | None = None
     temperature: float = 1.0
-
-    def out_of_reach(self, batches: Iterable[Batch], reduce: Reduce) -> tuple[nn.Parameter, ...]:
-        """What no micro-batch of a step reaches but by blanks, on no rank: the towers and projectors of the kinds of
-        media that it has nothing of. Without blanks these would have no gradient, and an optimizer would leave them as
-        they are."""
-        if self.blanks is None or not self.blanks.reached:
-            return ()
-        counts_K = torch.zeros(len(self.blanks.reached), dtype=torch.int64)
-        for batch in batches:
-            counts_K += torch.tensor(self.blanks.kinds_of(beyond_text(batch, *self.blanks.along)))
-        here = reduce(counts_K.to(self.device)).tolist()
-        of_kinds = [parameters for _, parameters in self.blanks.reached.values()]
-        seen = {parameter for of_kind, count in zip(of_kinds, here, strict=True) if count for parameter in of_kind}
-        return tuple(dict.fromkeys(each for of_kind in of_kinds for each in of_kind if each not in seen))
 
     def scored(
         self, model: nn.Module, batch: Batch, score: Callable[[torch.Tensor, AnyHead, Targets], Scores]
@@ -257,7 +239,7 @@ class ModelPass:
         batch = self.isolation.arranged(batch, pad_token_id=self.pad_token_id)
         targets = batch.targets.to(self.device)
         inputs = self.isolation.inputs(batch, device=self.device)
-        with with_blanks(model, self.blanks, inputs), casting(self.device, self.autocast):
+        with casting(self.device, self.autocast):
             scored = score_targets(
                 model,
                 inputs,
@@ -273,7 +255,7 @@ class ModelPass:
         batch = self.isolation.arranged(batch, pad_token_id=self.pad_token_id)
         inputs = self.isolation.inputs(batch, device=self.device)
         kept = {"logits_to_keep": 1} if self.head is not None and self.head.keeps else {}
-        with with_blanks(model, self.blanks, inputs), casting(self.device, self.autocast):
+        with casting(self.device, self.autocast):
             model(**inputs, **kept)
         self._count(batch)
 
@@ -311,7 +293,7 @@ class ModelPass:
         hook = reward_head(model).register_forward_hook(take)
         inputs = self.isolation.inputs(batch, device=self.device)
         try:
-            with with_blanks(model, self.blanks, inputs), casting(self.device, self.autocast):
+            with casting(self.device, self.autocast):
                 model(**inputs)
         finally:
             hook.remove()

@@ -175,6 +175,37 @@ def average_replicated(model: nn.Module) -> None:
             share.div_(weight.device_mesh.size())
 
 
+def begin_alike(model: PreTrainedModel | PeftModel) -> bool:
+    """Whether `average_gradients` is to be called before each update, as the ranks each train a whole model that has an
+    encoder of media. They then get the trained weights of the first rank, as under DDP, which cannot be used there: it
+    waits for a gradient of every weight, which an encoder has only where a rank's rows have media of its kind.
+    Every rank has to ask at once.
+    """
+    if not torch.distributed.is_initialized() or is_sharded(model) or not is_multimodal(model.config):
+        return False
+    for weight in model.parameters():
+        if weight.requires_grad:
+            torch.distributed.broadcast(weight.detach(), src=0)
+    return torch.distributed.get_world_size() > 1
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Average the gradients of a model that is whole on each rank; a rank without one counts as 0. What no rank has a
+    gradient of stays without, as in one process: 0 would let an optimizer go on with its momentum and weight decay.
+    Every rank has to ask at once.
+    """
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    if not weights:
+        return
+    reached = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32, device=weights[0].device)
+    torch.distributed.all_reduce(reached)
+    for weight, count in zip(weights, reached.tolist(), strict=True):
+        if count:
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            torch.distributed.all_reduce(weight.grad)
+            weight.grad.div_(torch.distributed.get_world_size())
+
+
 def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
     """All weights by name, whole, on the CPU; weights that are one keep being one. Every rank has to ask at once;
     without ``keep`` it only takes part, and gets {}. Of an adapter's base only what PEFT may save with it.

@@ -105,7 +105,6 @@ class Trainer:
         self.balance = RouterBalance(parts.losses.forward, learned)
         self.passes = parts.config.rollout.passes
         self._step_losses: list[tuple[torch.Tensor, tuple[Address, ...]]] = []
-        self._out_of_reach: tuple[nn.Parameter, ...] = ()
         self._interval = step_losses.LossSums(
             () if parts.stream.rollouts else parts.sources, parts.measured, args.device
         )
@@ -185,10 +184,9 @@ class Trainer:
                 restore_weights(self.model, resume)
             self._take_over_history(resume)
         optimizer = make_optimizer(self.model, args, self.parts.config)
-        # a sharded model adds up gradients by itself, so it is not wrapped
-        divided = sharding.is_sharded(self.model)
+        divided, self._averages = sharding.is_sharded(self.model), sharding.begin_alike(self.model)
         self.wrapped: nn.Module = self.accelerator.prepare_model(
-            self.model, device_placement=False if divided else None, evaluation_mode=divided
+            self.model, device_placement=False if divided else None, evaluation_mode=divided or self._averages
         )
         self.optimizer: AcceleratedOptimizer = self.accelerator.prepare_optimizer(optimizer)
         self.lr_scheduler = make_scheduler(self.optimizer, args, self.parts.stream.schedule)
@@ -266,7 +264,6 @@ class Trainer:
         parts.losses.begin_step(self.model, learned, self._sum_of_ranks)
         sharding.give_up_gathered(self.model)
         self.balance.begin_step(self.model, learned, self._sum_of_ranks)
-        self._out_of_reach = parts.losses.forward.out_of_reach(learned, self._sum_of_ranks)
         return learned
 
     def _learn(self, batch: Batch) -> None:
@@ -278,12 +275,17 @@ class Trainer:
         self._step_losses.append((loss.detach(), batch.addresses))
         self._loss_of_run += loss.detach() / self.passes
         if self.in_backward is None:
-            self.accelerator.backward(loss)
+            self._backward(loss)
         else:
-            self.in_backward.waiting = partial(self.accelerator.backward, loss)
+            self.in_backward.waiting = partial(self._backward, loss)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Nothing where the loss depends on nothing that is trained: of text, where only a tower is."""
+        if loss.requires_grad:
+            self.accelerator.backward(loss)
 
     def _loss(self, batch: Batch) -> tuple[step_losses.MicroLoss, torch.Tensor]:
-        """A micro-batch's part of the step's loss. It comes times W, since DDP averages gradients over W ranks."""
+        """A micro-batch's part of the step's loss. It comes times W, since gradients are averaged over W ranks."""
         with self.balance.counting(), activations_kept(self.model, self.parts.config.train.offload):
             sums = self.parts.losses.loss(self.wrapped, batch)
         if self.parts.stream.rollouts is not None:
@@ -296,15 +298,15 @@ class Trainer:
         """Compute a step's only micro-batch once more, with the same random numbers, for the norm of its gradient: what
         a loss keeps for its backward pass is gone after it."""
         before = states.random_state()
-        in_backward.measure(partial(self.accelerator.backward, self._loss(batch)[1]))
+        in_backward.measure(partial(self._backward, self._loss(batch)[1]))
         states.set_random_state(before)
         self.parts.losses.begin_step(self.model, [batch], self._sum_of_ranks)
 
     def update(self, number: int = 0) -> None:
         """Clip the gradient and change the weights by it, in pass ``number`` over the step. Raises `TrainingError`
         before if its norm or a loss is not finite."""
-        for parameter in self._out_of_reach:
-            parameter.grad = None  # not 0, by which an optimizer would go on with its momentum and weight decay
+        if self._averages:
+            sharding.average_gradients(self.model)
         limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
         own, clip = self.in_backward, self.accelerator.clip_grad_norm_
         sharding.average_replicated(self.model)

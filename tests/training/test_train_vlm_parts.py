@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +12,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 from tiny_runs import make_config
-from tiny_vlm_ranks import loss_of
-from tiny_vlms import TEXT, VLMS, alone_inputs, packed_batch, seen, tiny_vlm
+from tiny_vlms import TEXT, VLMS, alone_inputs, seen, tiny_vlm
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForMultimodalLM, CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import luthier
-from luthier.collation import MediaInputs
 from luthier.config.choices import AdapterType, ModelPart
 from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
@@ -37,11 +32,8 @@ from luthier.models import (
     set_text_attention,
     text_attention,
 )
-from luthier.models.encoders import blank_features, needed_blanks, run_blanks
-from luthier.models.isolation import ChosenIsolation
-from luthier.models.mixers import Isolation
+from luthier.models.encoders import blank_features
 from luthier.models.model import LoadedModel, load_model
-from luthier.models.passes import ModelPass, find_head
 from luthier.models.vocabulary import Vocabulary
 from tests.conftest import refused
 from tests.media.media_files import image_file, picture
@@ -238,7 +230,7 @@ def test_an_adapter_of_a_model_that_sees_gives_the_same_when_loaded_on_the_base_
         assert not torch.allclose(found, tiny_vlm(name).eval()(**inputs, use_cache=False).logits)
 
 
-# ---------------------------------------------------------------------------------------------- needs and blanks
+# ----------------------------------------------------------------------------------- needs, and what a step reaches
 
 
 def test_what_a_model_needs_is_read_from_the_row_of_its_family() -> None:
@@ -247,22 +239,6 @@ def test_what_a_model_needs_is_read_from_the_row_of_its_family() -> None:
         assert needs[name].num_positions == 4 and needs[name].refusal is None, name
     assert needs["gemma3"].types == "token_type_ids" and needs["gemma4"].types == "mm_token_type_ids"
     assert needs["llava"] == MediaNeeds()
-
-
-@pytest.mark.parametrize("name", [name for name in VLMS if name != "phi4_multimodal"])
-def test_a_blank_picture_reaches_what_a_real_one_reaches_and_the_rest_of_the_towers_is_frozen(name: str) -> None:
-    model, other = tiny_vlm(name), tiny_vlm(name)
-    everything = AdapterConfig(train_parts=list(ModelPart))
-    adapters.apply_adapter(model, everything)
-    notes: list[str] = []
-    features = {**VLMS[name].features(), **VLMS[name].more()}
-    blank = {"image": {key: each * 0 - 1 if each.is_floating_point() else each for key, each in features.items()}}
-    found = needed_blanks(model, find_parts(model), blank, notes)
-    assert list(found.features) == ["image"]
-    other(**alone_inputs(name, seen(name, 3, 4, seed=1)), use_cache=False).logits.sum().backward()
-    idle = {key for key, p in other.named_parameters() if p.grad is None}
-    assert trained(model) == {key for key, _ in model.named_parameters()} - idle
-    assert ("take part in nothing" in "".join(notes)) == bool(idle)
 
 
 def llava_processor() -> MediaProcessor:
@@ -284,73 +260,6 @@ def test_the_blank_of_a_processor_is_seen_by_its_model() -> None:
         "image": {"pixel_values": (1, 3, 56, 56)}
     }
     assert bool(blank["image"]["pixel_values"].all())  # no zeros, which would be padding to some
-    model = tiny_vlm("llava")
-    adapters.apply_adapter(model, AdapterConfig(train_parts=[ModelPart.TOWER]))
-    assert list(needed_blanks(model, find_parts(model), blank, []).features) == ["image"]
-
-
-def test_one_process_needs_no_blank_of_a_run_of_words_or_that_trains_the_language_model() -> None:
-    model = tiny_vlm("llava")
-    assert run_blanks(model, model, None, device=torch.device("cpu"), tell=print) is None
-    media = cast(MediaInputs, SimpleNamespace(processor=llava_processor()))
-    adapters.apply_adapter(model, AdapterConfig(train_parts=[ModelPart.LANGUAGE_MODEL, ModelPart.TOWER]))
-    assert run_blanks(model, model, media, device=torch.device("cpu"), tell=print) is None
-
-
-@pytest.mark.parametrize("part", [ModelPart.TOWER, ModelPart.PROJECTOR])
-@pytest.mark.parametrize("kind", [AdapterType.FULL, AdapterType.LORA])
-def test_one_process_of_which_the_tower_alone_learns_takes_rows_without_pictures(
-    part: ModelPart, kind: AdapterType
-) -> None:
-    """Their loss reaches nothing that is trained; it has a gradient of 0, as on one of several ranks."""
-    model = tiny_vlm("llava")
-    adapted = adapters.apply_adapter(model, AdapterConfig(type=kind, train_parts=[part]))
-    media = cast(MediaInputs, SimpleNamespace(processor=llava_processor()))
-    found = run_blanks(adapted, model, media, device=torch.device("cpu"), tell=print)
-    assert found is not None and set(media.processor.family.along) <= set(found.along)
-    forward = ModelPass(
-        isolation=ChosenIsolation(isolation=Isolation.POSITIONS, attention="sdpa", windows={}),
-        head=find_head(adapted), device=torch.device("cpu"), pad_token_id=TEXT["pad_token_id"], blanks=found,
-    )  # fmt: skip
-    loss_of(adapted, forward, packed_batch("llava", [seen("llava", 7, 3, seed=9, image=False)])).backward()
-    trained = [p for p in adapted.parameters() if p.requires_grad]
-    assert trained and all(p.grad is not None and not p.grad.any() for p in trained)
-
-
-def test_no_blank_is_needed_where_nothing_that_is_trained_is_reached_by_one() -> None:
-    model = tiny_vlm("llava")
-    adapters.apply_adapter(model, AdapterConfig())
-    notes: list[str] = []
-    blank = {"image": {"pixel_values": torch.zeros(1, 3, 56, 56)}}
-    assert needed_blanks(model, find_parts(model), blank, notes).features == {} and not notes
-
-
-def test_encoders_are_asked_under_other_names_and_inside_and_a_deaf_model_for_no_sound(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As Video-LLaVA names its pixels, as MiniCPM-V 4.6 passes them on, and as some of Gemma 4 have no such encoder."""
-    model = tiny_vlm("llava")
-    adapters.apply_adapter(model, AdapterConfig(train_parts=[ModelPart.TOWER]))
-    model.config.audio_config = None
-    inside = model.model
-    monkeypatch.setattr(model, "get_image_features", lambda *args, **kwargs: inside.get_image_features(*args, **kwargs))
-    blank = {
-        "image": {"pixel_values_images": torch.zeros(1, 3, 56, 56)},
-        "audio": {"input_features": torch.zeros(1, 2, 3)},
-    }
-    assert list(needed_blanks(model, find_parts(model), blank, []).features) == ["image"]
-    monkeypatch.undo()  # and as Llama 4 projects what its tower gives in its own forward
-    adapters.apply_adapter(model, AdapterConfig(train_parts=[ModelPart.PROJECTOR]))
-    states = BaseModelOutputWithPooling(last_hidden_state=torch.randn(1, 16, 32))
-    monkeypatch.setattr(inside, "get_image_features", lambda pixel_values: states)
-    [(_, reached)] = needed_blanks(model, find_parts(model), {"image": blank["image"]}, []).reached.values()
-    assert len(reached) == len([p for p in model.parameters() if p.requires_grad]) > 0
-
-
-def test_a_model_whose_encoder_cannot_be_asked_is_refused_in_words() -> None:
-    model = tiny_vlm("llava")
-    with refused(ModelError, "get_audio_features", "adapter.train_parts"):
-        needed_blanks(model, find_parts(model), {"audio": {"input_features": torch.zeros(1, 2, 3)}}, [])
 
 
 def test_a_step_of_words_alone_leaves_a_tower_as_it_is(tmp_path: Path) -> None:
@@ -378,31 +287,3 @@ def test_a_step_of_words_alone_leaves_a_tower_as_it_is(tmp_path: Path) -> None:
     first = tower("first", [words] * 3, 1e-12)
     assert torch.equal(tower("words", [words] * 3, 1e-2), first)
     assert not torch.allclose(tower("shown", [words, words, shown], 1e-2), first, atol=1e-3), "control: it learns"
-
-
-def test_a_step_reaches_a_tower_if_one_rank_has_a_picture() -> None:
-    model = tiny_vlm("llava")
-    adapters.apply_adapter(model, AdapterConfig(train_parts=list(ModelPart)))
-    blanks = needed_blanks(model, find_parts(model), {"image": {"pixel_values": torch.zeros(1, 3, 56, 56)}}, [])
-    forward = ModelPass(
-        isolation=ChosenIsolation(isolation=Isolation.POSITIONS, attention="sdpa", windows={}),
-        head=find_head(model), device=torch.device("cpu"), pad_token_id=TEXT["pad_token_id"], blanks=blanks,
-    )  # fmt: skip
-    words, shown = (packed_batch("llava", [seen("llava", 7, 3, seed=9, image=image)]) for image in (False, True))
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    left = [names[id(each)] for each in forward.out_of_reach([words, words], lambda own: own)]
-    assert left and not any("language_model" in name or "lm_head" in name for name in left)
-    assert forward.out_of_reach([words, shown], lambda own: own) == ()
-    assert forward.out_of_reach([words], lambda own: own + 1) == (), "another rank has one"
-    marked = replace(words, model_inputs={**words.model_inputs, "marks": torch.zeros(1)})
-    told = replace(forward, blanks=replace(blanks, along=(*blanks.along, "marks")))
-    assert forward.out_of_reach([marked], lambda own: own) == (), "it may be an item's"
-    assert len(told.out_of_reach([marked], lambda own: own)) == len(left), "a family's words have it, too"
-    hears = (frozenset({"sound", "length"}), (model.lm_head.weight,))
-    omni = replace(forward, blanks=replace(blanks, reached={**blanks.reached, "audio": hears}))
-    heard = replace(words, model_inputs={**words.model_inputs, "sound": torch.zeros(1)})
-    film = replace(words, model_inputs={**heard.model_inputs, "pixel_values_videos": torch.zeros(1)})
-    for batch in (shown, marked):
-        assert [names[id(each)] for each in omni.out_of_reach([words, batch], lambda own: own)] == ["lm_head.weight"]
-    assert [names[id(each)] for each in omni.out_of_reach([words, heard], lambda own: own)] == left
-    assert omni.out_of_reach([film], lambda own: own) == omni.out_of_reach([shown, heard], lambda own: own) == ()

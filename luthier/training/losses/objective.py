@@ -21,7 +21,6 @@ from luthier.errors import ModelError, install_hint
 from luthier.loader.settings import units_of
 from luthier.models import (
     MediaNeeds,
-    encoders,
     evaluating,
     families_of,
     media_needs,
@@ -88,7 +87,6 @@ def _proven_pass(parts: ObjectiveParts, tell: Callable[[str], None]) -> ModelPas
         device=parts.device,
         pad_token_id=parts.how.pad_token_id,
         autocast=parts.autocast,
-        blanks=encoders.run_blanks(parts.model, parts.loaded.model, parts.media, device=parts.device, tell=tell),
         routers=_routers(parts, tell),
     )
 
