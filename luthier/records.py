@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Stores of samples and spools of rows are named by this number. Whoever changes what the rows of a file are, what a row
 # says, or an id, target, weight or branch of a sample raises it: a test keeps digests of a corpus, and fails where
 # these change and the number does not.
-SAMPLES_VERSION = 8
+SAMPLES_VERSION = 9
 
 Ints = NDArray[np.int64]
 BLANK_ANSWER = "blank answer, not learned"  # a note on conversations

@@ -156,7 +156,11 @@ def nothing_learned(row: records.Conversation, train_on: TrainOn) -> str:
             key = "template.train_on" if row.train_on is None else "train_on of its data set"
             return f"{key} is none, and no message of this row says train: true (set it to assistant)"
         return "no message of this row is trained"
-    return "it has no answer that could be learned (objective rl has the model answer such rows)"
+    others = ", ".join(map(str, list(row.columns)[:5]))
+    name = (
+        f"; if one of its other columns ({others}) is the answer, name it: columns: {{response: …}}" if others else ""
+    )
+    return f"it has no answer that could be learned (objective rl has the model answer such rows){name}"
 
 
 def is_unasked(row: records.Conversation, index: int) -> bool:
@@ -171,7 +175,8 @@ def refuse(row: records.Row, kind: RowKind) -> Never:
         case records.Conversation() | records.Document() | records.Tokenized():
             fits = "it teaches an answer: train it with objective sft or pt"
         case records.Preference():
-            fits = "it prefers one answer to another: train it with objective dpo or rm"
+            fits = "it prefers one answer to another: train it with objective dpo or rm (to learn the better answers, "
+            fits += "make them the data set's answers, columns: {response: chosen}, or of messages {rejected: none})"
         case records.Feedback():
             fits = "it says how good one answer is: train it with objective kto"
     needs = f"this run's objective learns answers ({'rl' if kind is RowKind.QUESTION else 'sft, pt'})"

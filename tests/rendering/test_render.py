@@ -233,6 +233,8 @@ def test_a_row_of_which_nothing_is_learned_is_told_by_which_setting() -> None:
         renderer(policy=TargetPolicy(train_on=TrainOn.NONE)).render(TWO_TURNS)
     with pytest.raises(RowDropped, match="train_on of its data set is none"):
         renderer().render(replace(TWO_TURNS, train_on="none"))
+    with pytest.raises(RowDropped, match=r"answers.*columns:"):  # in a column that nobody has named
+        renderer().render(replace(conversation(user("hi")), columns={"answers": ["hello"]}))
 
 
 def test_a_turn_that_ends_with_a_token_on_which_inference_goes_on_is_refused_with_a_way_out() -> None:

@@ -35,6 +35,7 @@ _MEDIA_KINDS = {
     "audio": "audio", "audio_url": "audio", "input_audio": "audio",
 }  # fmt: skip
 CALL_KINDS = ("tool_call", "function", "tool_use")  # LLaMA-Factory's name of a part, OpenAI's and Anthropic's
+_OTHER_KEYS = " (where others of them say who speaks and what, name these: tags: {role_tag: …, content_tag: …})"
 RATES = ("fps", "sample_fps")  # of a part with the frames of a video: ours, and that of Qwen's utilities
 
 
@@ -107,9 +108,9 @@ def _read_full_message(message: dict[str, object], role: str, *, tags: Tags, med
         parts += mark_spans(read_content(content, role, thinking, media, field=tags.content), spans)
     parts += _tool_calls(message, read.role)
     if not parts:
-        raise RowError(
-            "missing_content", f"the message has no content; its keys are {sorted(message)}", field=tags.content
-        )
+        way_out = "" if tags.content in message else _OTHER_KEYS
+        detail = f"the message has no content; its keys are {sorted(message)}{way_out}"
+        raise RowError("missing_content", detail, field=tags.content)
     return [replace(read, parts=tuple(parts))]
 
 
@@ -148,7 +149,7 @@ def _other_style(message: dict[str, object], tags: Tags) -> str:
     """The way out where a message is written in the other of the two ways: a source has one, that of its first rows."""
     other = next((pair for pair in _STYLES if pair[0] in message and pair[0] != tags.role), None)
     if other is None:
-        return ""
+        return _OTHER_KEYS if message else ""
     ours, theirs = "/".join((tags.role, tags.content)), "/".join(other)
     return (
         f": it is written as {theirs}, and this source as {ours}; put rows of either kind in a source of their own, or "
