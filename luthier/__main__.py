@@ -225,7 +225,16 @@ def _tell_misuse(error: Any, arguments: list[str]) -> int:
         error.show()
         return EXIT_USER
     where = "luthier" if context is None else context.command_path
-    mistake = UserError(error.format_message(), hint=f"{where} --help says what there is")
+    hint = f"{where} --help says what there is"
+    option = getattr(error, "option_name", None)
+    if option is not None and any(parameter.name == "overrides" for parameter in context.command.params):
+        from luthier.config.explain import setting_meant  # it takes a while
+
+        if option.lstrip("-") in ("c", "config", "config_file"):
+            hint = f"the run description stands without an option: {where} RUN.yaml"
+        elif not error.possibilities and (meant := setting_meant(option)) is not None:
+            hint = f"settings are written without dashes: {meant}=VALUE; {hint}"
+    mistake = UserError(error.format_message(), hint=hint)
     if "--json=-" in arguments or ("--json", STDOUT) in pairwise(arguments):
         print(to_json({"error": error_as_json(mistake)}), flush=True)
     _tell_mistake(mistake)

@@ -303,6 +303,13 @@ def what_is_meant(key: str, value: object = None) -> Meant | None:
     return None
 
 
+def setting_meant(option: str) -> str | None:
+    """Our dotted key for an option of a command line (``--learning-rate``); None if there is none near."""
+    name = option.lstrip("-").replace("-", "_")
+    path = parse_path(name) if name in all_keys() else _what_was_meant((), name, None)[1]
+    return None if path is None else show_path(path)
+
+
 def value_meant(key: str, value: object) -> Meant | None:
     """The same for a value of a key of ours that it may not have: ``adapter.type``, ``qlora``. Of a data set's keys
     (``data.train[0].format``) the last name counts."""

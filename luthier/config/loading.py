@@ -267,6 +267,9 @@ def _is_section(kind: object) -> TypeGuard[type[Section]]:
 MAX_BYTES = 1_000_000  # a run description is some hundred lines
 
 
+_OF_ROWS = frozenset({".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".feather"})
+
+
 def read_text(path: Path) -> str:
     """The file's text, without a byte-order mark. Raises ConfigError if it cannot be read as UTF-8."""
     name = str(path)
@@ -274,6 +277,8 @@ def read_text(path: Path) -> str:
         raise _fault(name, "this is a folder, not a file", _hint_for_folder(path))
     if os.path.exists(path) and not os.path.isfile(path):
         raise _fault(name, "this is neither a file nor a folder", "name a .yaml or .json file")
+    if path.suffix.lower() in _OF_ROWS and os.path.exists(path):
+        raise _fault(name, "this is a file of rows, not a run description", "name it in data.train of a .yaml file")
     data = _read_bytes(path, name)
     if len(data) > MAX_BYTES:
         raise _fault(name, f"the file is larger than {MAX_BYTES} bytes", "is this a data file? name it in data.train")

@@ -42,6 +42,12 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
     assert "this is a folder" in line and "run.yaml?" in line
 
 
+def test_a_file_of_rows_is_no_description(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    line = told(tmp_path / "rows.jsonl")
+    assert "file of rows" in line and "data.train" in line
+
+
 def test_a_folder_is_no_description_whatever_its_name(tmp_path: Path) -> None:
     (tmp_path / "v1.yaml").mkdir()
     assert not is_description(tmp_path / "v1.yaml") and is_description(tmp_path / "run.yaml")
