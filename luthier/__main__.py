@@ -227,7 +227,7 @@ def _tell_misuse(error: Any, arguments: list[str]) -> int:
     where = "luthier" if context is None else context.command_path
     hint = f"{where} --help says what there is"
     option = getattr(error, "option_name", None)
-    if option is not None and any(parameter.name == "overrides" for parameter in context.command.params):
+    if option and context and any(parameter.name == "overrides" for parameter in context.command.params):
         from luthier.config.explain import setting_meant  # it takes a while
 
         if option.lstrip("-") in ("c", "config", "config_file"):
