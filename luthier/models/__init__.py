@@ -276,6 +276,13 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
     return _by_encoders(model)
 
 
+def set_caching(model: Any, use_cache: bool) -> None:
+    """Whether a forward pass that is not told keeps keys and values, by the config and that of the language model."""
+    for config in (model.config, model.config.get_text_config()):
+        if hasattr(config, "use_cache"):
+            config.use_cache = use_cache
+
+
 def text_attention(model: Any) -> str:
     """The attention of the language model; towers may have another."""
     return str(model.config.get_text_config()._attn_implementation)

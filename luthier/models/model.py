@@ -138,6 +138,7 @@ def _mend(model: PreTrainedModel) -> None:
     restore_buffers(model)
     batch_invariance.hook(model)
     settle(model)
+    vars(model.config.get_text_config()).setdefault("use_cache", True)  # Inkling's config says nothing of caches
     model.train()
 
 

@@ -33,6 +33,7 @@ from luthier.models import (
     adapter_targets,
     adapters,
     quantized,
+    set_caching,
     sharding,
     text_attention,
     undrawn,
@@ -90,12 +91,12 @@ class RunModel:
 
     def save(self, folder: Path, tokenizer: Tokenizer, weights: dict[str, torch.Tensor] | None = None) -> None:
         """Write it for others to load; ``weights`` are those of a sharded model, whole."""
-        text_config = self.model.config.get_text_config()
-        during, text_config.use_cache = text_config.use_cache, self.use_cache
+        during = bool(self.model.config.get_text_config().use_cache)
+        set_caching(self.model, self.use_cache)
         artifacts.save_model(
             self.model, folder, tokenizer, initial=self.initial, processor=self.processor, weights=weights
         )
-        text_config.use_cache = during
+        set_caching(self.model, during)
 
 
 def make_model(
@@ -125,7 +126,7 @@ def make_model(
         what = f"with {' and '.join(merged)} merged" if merged else "of random weights"
         note(f"model: the base {what} is saved in {run_folder.BASE_FOLDER}/; the adapter works with these weights only")
     loaded = quantize_whole(loaded, config)
-    loaded.model.config.get_text_config().use_cache = False  # from here on: a cache would be a graph for each layer
+    set_caching(loaded.model, False)  # from here on: a cache would be a graph for each layer
     for decision in _standing_notes(config, loaded):
         note(f"model: {_as_resumed(decision, loaded, is_adapter=config.adapter.type.is_beside, resume=resume)}")
     set_seed(config.runtime.seed)  # the adapter's initial values

@@ -29,7 +29,7 @@ from luthier.loader.settings import eval_settings, lost_documents, media_of, pla
 from luthier.loader.stream_state import LoaderState
 from luthier.media.families import PackingSupport
 from luthier.metrics import JUDGE, metrics_of_answers
-from luthier.models import adapter_files, sharding, ungenerated
+from luthier.models import adapter_files, set_caching, sharding, ungenerated
 from luthier.models.model import run_device
 from luthier.packing.epoch import plan_epoch, shares_of
 from luthier.preparation import Prepared
@@ -386,7 +386,7 @@ def _save(run: Run) -> None:
         run_model.save(staging, tokenizer, weights)
     if config.adapter.merge and isinstance(run_model.model, PeftModel):
         merged = adapter_files.merge_adapter(run_model.model)
-        merged.config.get_text_config().use_cache = run_model.use_cache
+        set_caching(merged, run_model.use_cache)
         with replacing(folder / run_folder.MERGED_FOLDER) as staging:
             artifacts.save_model(merged, staging, tokenizer, processor=run_model.processor)
 

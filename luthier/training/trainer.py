@@ -118,7 +118,6 @@ class Trainer:
         self.control = TrainerControl()
         self.state = self._state_at_start()
         self._tell(self.callback_handler.on_init_end)
-        model.config.use_cache = args.use_cache
 
     def _state_at_start(self) -> TrainerState:
         state = TrainerState(

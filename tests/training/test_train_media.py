@@ -91,6 +91,7 @@ def test_the_saved_model_loads_with_its_processor(folder: Path, tmp_path: Path) 
     assert result.model_dir is not None
     saved = result.path / result.model_dir
     model = hf.AutoModelForImageTextToText.from_pretrained(saved)
+    assert not hasattr(model.config, "use_cache") and model.config.text_config.use_cache, "as before training"
     processor = hf.AutoProcessor.from_pretrained(saved)
     text = processor.apply_chat_template(
         [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import TINY, make_config, make_data, make_segments
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, OpenAIGPTConfig
 
 from luthier.config.inputs import ModelConfig
 from luthier.encoding.tokenizer import AddedTokens, load_tokenizer
@@ -49,6 +49,15 @@ def test_a_local_folder_gives_its_weights_and_random_init_does_not(tmp_path: Pat
     drawn = _load(tmp_path, model={"name_or_path": str(folder), "random_init": True}, runtime__seed=5)
     assert drawn.random_weights
     assert not torch.equal(drawn.model.get_input_embeddings().weight, stored["model.embed_tokens.weight"])
+
+
+def test_a_model_whose_config_says_nothing_of_caches_is_trained(tmp_path: Path) -> None:
+    """As Inkling's and GPT's."""
+    folder = tmp_path / "gpt"
+    OpenAIGPTConfig(vocab_size=2048, n_positions=64, n_embd=16, n_layer=1, n_head=2).save_pretrained(folder)
+    config = make_config(tmp_path / "run", model={"name_or_path": str(folder), "random_init": True})
+    result = fit_data(config, load_tokenizer("preset:tiny-qwen3"), make_data(make_segments(8)))
+    assert len(result.steps) == 4
 
 
 def test_config_overrides_act_as_if_the_file_had_said_so(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from luthier.config.objective import ReferenceSource
 from luthier.config.schema import AdapterConfig, RunConfig
 from luthier.encoding.tokenizer_files import find_files
 from luthier.errors import ModelError, RowError, TokenizerError
-from luthier.models import adapter_files, adapters, mixers, plain_model, quantized, set_text_attention
+from luthier.models import adapter_files, adapters, mixers, plain_model, quantized, set_caching, set_text_attention
 from luthier.models.model import load_model, quantize_whole
 from luthier.models.passes import ModelPass, casting, find_head, prove_head
 from luthier.preparation.segments import SegmentIndex
@@ -170,7 +170,7 @@ def _loaded(config: RunConfig, parts: ObjectiveParts, forward: ModelPass) -> Pre
     loaded = load_model(config, parts.vocabulary)
     loaded = replace(loaded, model=adapter_files.merge_first(loaded.model, config.adapter))
     model = quantize_whole(loaded, config).model
-    model.config.get_text_config().use_cache = False  # it would hold keys and values of all layers for nothing
+    set_caching(model, False)  # it would hold keys and values of all layers for nothing
     set_text_attention(model, forward.isolation.attention)
     mixers.part_mixers(model)
     return model
