@@ -15,6 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Generic, Literal, Protocol, TypeVar
 
 from luthier.config.machine import usable_cores
@@ -173,11 +174,13 @@ def _encode_elsewhere(
     chunks: Iterator[Chunk[Tag]], encoder: RowEncoder, readers: Sequence[RowReader], num_workers: int
 ) -> Iterator[tuple[Tag, list[Outcome]]]:
     # spawned, not forked: the tokenizer's threads do not survive a fork. None starts before it has something to do.
+    context = get_context("spawn")
+    watched, lifeline = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(
         num_workers,
-        mp_context=get_context("spawn"),
+        mp_context=context,
         initializer=_start_worker,
-        initargs=(encoder, readers, os.getpid(), LONGEST_CHUNK),
+        initargs=(encoder, readers, watched, os.getpid(), LONGEST_CHUNK),
     )
     under_way: deque[tuple[Chunk[Tag], Future[list[Outcome]] | None]] = deque()
     try:
@@ -192,7 +195,9 @@ def _encode_elsewhere(
     except BrokenProcessPool as error:
         raise _worker_died(chunk if not under_way else under_way[0][0]) from error
     finally:
+        lifeline.close()  # whatever they still encode is not wanted: nobody waits for it, at Ctrl-C or an error
         pool.shutdown(wait=True, cancel_futures=True)
+        watched.close()
 
 
 def _next_done(under_way: deque[tuple[Chunk[Tag], Future[list[Outcome]] | None]]) -> tuple[Tag, list[Outcome]]:
@@ -216,12 +221,15 @@ _worker_readers: Sequence[RowReader]
 _worker_limit: float
 
 
-def _start_worker(encoder: RowEncoder, readers: Sequence[RowReader], parent: int, limit: float) -> None:
-    """Get ready, and end when the parent does, however it ends. ``limit``: seconds for a chunk."""
+def _start_worker(
+    encoder: RowEncoder, readers: Sequence[RowReader], lifeline: Connection, parent: int, limit: float
+) -> None:
+    """Get ready, and end when the parent lets go of the lifeline or ends, however it does. ``limit``: seconds for a
+    chunk."""
     global _worker_encoder, _worker_readers, _worker_limit
     for sent in (signal.SIGINT, signal.SIGHUP):  # to the whole group, and the parent's to answer
         signal.signal(sent, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(parent, lifeline.poll), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process, one core
     gc.freeze()
     gc.set_threshold(*RARELY)
@@ -229,10 +237,11 @@ def _start_worker(encoder: RowEncoder, readers: Sequence[RowReader], parent: int
     encoder.expect_many_rows()
 
 
-def end_with_parent(parent: int) -> None:
-    """End this process, which ``parent`` started, when that one has ended, however it did."""
-    while os.getppid() == parent:
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+def end_with_parent(parent: int, wait: Callable[[float], object] = time.sleep) -> None:
+    """End this process, which ``parent`` started, when that one has ended, however it did; or as soon as what ``wait``
+    gives, so many seconds long, says so."""
+    while os.getppid() == parent and not wait(SECONDS_BETWEEN_LOOKS):
+        pass
     os._exit(1)
 
 

@@ -343,10 +343,12 @@ def test_auto_starts_processes_only_when_enough_is_to_be_encoded(tmp_path, make_
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_fault_of_the_encoder_is_raised_and_names_the_row(tmp_path, make_config, number):
-    rows = write(tmp_path / "rows.jsonl", [line("a"), line("?b")])
+def test_a_fault_of_the_encoder_is_raised_at_once_and_names_the_row(tmp_path, make_config, monkeypatch, number):
+    monkeypatch.setattr(resolver, "PORTION_ROWS", 1)
+    rows, begun = write(tmp_path / "rows.jsonl", [line("a"), line("?b"), line("~c")]), time.monotonic()
     with pytest.raises(MemoryError) as caught:
         prepare(make_config(rows, workers=number), LetterEncoder())
+    assert time.monotonic() - begun < 60, "nobody waits for what a worker has begun"
     assert f"while encoding {rows}:2" in caught.value.__notes__
 
 
