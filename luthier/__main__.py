@@ -164,6 +164,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
     raise Terminated(number)
 
 

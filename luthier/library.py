@@ -280,6 +280,7 @@ def show(
 
 def schedule_of(loaded: Loaded) -> StreamPlan:
     """All steps of the run on all processes launched; raises `BudgetError` and `UserError` as training would."""
+    from luthier.config import num_processes
     from luthier.loader.numbered_rows import NumberedRows
     from luthier.loader.settings import plan_of_run
     from luthier.training.data import check_some_left
@@ -315,11 +316,6 @@ def plan_of(loaded: Loaded, schedule: StreamPlan) -> RunPlan:
         clock=None if (template := loaded.encoder.tokenizer.template) is None else template.clock_note,
         unmet=(*loss_notes(schedule.order, found), *length_notes(loaded.config, total_steps, micro_batches)),
     )
-
-
-def num_processes() -> int:
-    """Processes that a launcher (torchrun, accelerate) started for this run."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_main_process() -> bool:

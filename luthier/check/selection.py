@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from luthier.check.show.html import page_html, previews
 from luthier.check.show.token_origins import SegmentOrigin, row_origins, segment_origin
 from luthier.check.show.view import RowView, show_batch, show_pack, show_sample
 from luthier.collation import CollateSettings
+from luthier.config import num_processes
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.errors import BudgetError, RowDropped, RowError, UserError
@@ -161,7 +161,7 @@ class Selection:
 
     def _plan(self, index: SegmentIndex, loaded: Loaded) -> tuple[EpochPlan, NumberedRows]:
         """The first epoch as training has it, or evaluation."""
-        rows, ranks = NumberedRows.of_index(index), int(os.environ.get("WORLD_SIZE", "1"))
+        rows, ranks = NumberedRows.of_index(index), num_processes()
         if self.held_out:
             return plan_epoch(rows, eval_settings(loaded.config, num_ranks=ranks), epoch=0), rows
         return plan_of_run(loaded.config, rows, num_ranks=ranks).epoch(0), rows

@@ -8,6 +8,7 @@ Here: where a command prints (words for people, JSON for programs, never mixed),
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import sys
@@ -99,8 +100,8 @@ def reporting(json_target: str | None) -> Iterator[Output]:
 
 
 def as_mistake(error: BaseException) -> BaseException:
-    """The error itself; for a missing package of an extra, for memory that ran out, for a home folder that is not known
-    and a working folder that is gone, the `UserError` that says what to do."""
+    """The error itself; for a missing package of an extra, for memory or open files that ran out, for a home folder
+    that is not known and a working folder that is gone, the `UserError` that says what to do."""
     if _is_of_memory(error):
         return UserError(
             f"memory ran out: {first_line(error)}",
@@ -112,6 +113,8 @@ def as_mistake(error: BaseException) -> BaseException:
             "a path begins with ~, or is below ~/.cache, and there is no such home folder",
             hint="set HOME, or XDG_CACHE_HOME and data.store; or write the path without ~",
         )
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return UserError(f"{error.strerror}: {error.filename or 'a pipe'}", hint="raise the limit: ulimit -n 4096")
     if isinstance(error, FileNotFoundError) and error.filename is None:  # `os.getcwd`'s: other calls name a file
         return UserError("the folder that this was started in is gone", hint="cd to one that is there")
     if not isinstance(error, ModuleNotFoundError):
@@ -125,7 +128,8 @@ def as_mistake(error: BaseException) -> BaseException:
 
 def _is_of_memory(error: BaseException) -> bool:
     """torch has a class for a GPU's memory, and for the machine's own a sentence of its allocator."""
-    told = isinstance(error, RuntimeError) and re.search(r"can't allocate memory|not enough memory", str(error))
+    words = r"can't allocate memory|not enough memory|failed to map segment"  # the last are of torch that is loaded
+    told = isinstance(error, RuntimeError | ImportError) and re.search(words, str(error))
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or bool(told)
 
 

@@ -10,10 +10,12 @@ Paths into the tree are tuples, ``("data", "train", 0, "path")``, written ``data
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from luthier.errors import UserError
 from luthier.writing import counted, shortened
 
 KeyPath = tuple[str | int, ...]
@@ -173,6 +175,16 @@ def show_value(node: Node) -> str:
             return f"a mapping ({_cut(', '.join(entries))})" if entries else "an empty mapping"
         case _:
             raise AssertionError(node)
+
+
+def num_processes() -> int:
+    """How many processes a launcher (torchrun, accelerate) has started for this run; 1 without one. What a run
+    description means may depend on it. Raises `UserError` where ``WORLD_SIZE`` is no such number."""
+    told = os.environ.get("WORLD_SIZE", "") or "1"
+    if not told.isdecimal() or not int(told):
+        hint = "a launcher sets this variable of the environment: unset it where there is none"
+        raise UserError(f"WORLD_SIZE is {told!r}, and says how many processes there are", hint=hint)
+    return int(told)
 
 
 def _child(node: Node, step: str | int) -> Node | None:

@@ -171,11 +171,10 @@ ENTRY_CHARS = 50  # what a remembered text costs beside its characters, in chara
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """Which library encodes text now, why not the fast one (or nothing), and how many batches that one gave up on."""
+    """Which library encodes text now, and why not the fast one (or nothing)."""
 
     name: str
     why: str = ""
-    num_failures: int = 0
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why})" if self.why else self.name
@@ -204,7 +203,6 @@ class CheckedEncoder:
         self._origin = origin
         self._patience = CHARS_OF_PROBES + CHARS_PER_ENTRY * vocab_size  # characters until the fast one is built
         self._why: str | None = None  # why the reference encodes: set once the choice is final
-        self._num_failures = 0
         self._num_unchecked = CHECK_EVERY  # the first batch is checked
         self._num_checks = 0
         match choice:
@@ -226,7 +224,7 @@ class CheckedEncoder:
     def backend(self) -> Backend:
         """Which library encodes text now."""
         if self._fast is not None:
-            return Backend(name="fastokens", num_failures=self._num_failures)
+            return Backend(name="fastokens")
         return Backend(
             name="tokenizers", why=self._why or f"{counted(self._patience, 'more character')} would make fastokens pay"
         )
@@ -242,7 +240,6 @@ class CheckedEncoder:
         try:
             ids, bounds = self._fast.encode_flat(texts)
         except EncoderFailure:
-            self._num_failures += 1
             return self._slow.encode_flat(texts)
         self._check(self._fast, texts, ids, bounds)
         return ids, bounds

@@ -17,6 +17,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 
 from luthier.collation import CollateSettings, MediaInputs
+from luthier.config import num_processes
 from luthier.config.choices import MixtureBy, Overflow, Packing
 from luthier.config.loading import RunDescription, load_draft
 from luthier.config.schema import RunConfig
@@ -96,7 +97,7 @@ class LoaderSettings:
     gradient_accumulation_steps: int = 1
     seed: int = 42
     rank: int = field(default_factory=lambda: int(os.environ.get("RANK", "0")))
-    world_size: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
+    world_size: int = field(default_factory=num_processes)
     num_workers: int = 0
     pad_token_id: int = 0
     varlen: bool = False

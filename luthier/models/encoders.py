@@ -203,7 +203,7 @@ def blank_features(processor: MediaProcessor) -> dict[str, TensorFeatures]:
     elif MediaKind.VIDEO in kinds:
         frames = np.zeros((_FRAMES, _SIDE, _SIDE, 3), dtype=np.uint8)
         chosen = tuple(range(_FRAMES))
-        seen = DecodedVideo(frames=frames, frame_indices=chosen, fps=2.0, total_num_frames=_FRAMES)
+        seen = DecodedVideo(frames=frames, frame_indices=chosen, fps=2.0)
         items["video"] = (VideoHeader(width=_SIDE, height=_SIDE, num_frames=_FRAMES, fps=2.0), seen)
     if MediaKind.AUDIO in kinds:
         rate = int(processor.settings(MediaKind.AUDIO)["sampling_rate"])

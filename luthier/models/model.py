@@ -76,7 +76,6 @@ class LoadedModel:
     model: PreTrainedModel
     source: str
     attn_implementation: str
-    random_weights: bool
     notes: tuple[str, ...]
     first_values: tuple[str, ...] = ()
 
@@ -127,7 +126,6 @@ def load_model(config: RunConfig, vocabulary: Vocabulary) -> LoadedModel:
         model=model,
         source=source,
         attn_implementation=text_attention(model),
-        random_weights=random_init,
         notes=tuple(notes),
         first_values=(*first, *resized),
     )

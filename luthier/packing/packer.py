@@ -354,9 +354,12 @@ def plan_packs(
     All lengths are packed together, longest first, or, with ``window``, so many at a time in the order in which they
     come. ``seed`` shuffles which of equally long segments share packs, and the order of the packs; with ``window``
     both happen within a window.
-    Raises `UserError` where a length is over ``capacity`` or not positive.
+    Raises `UserError` where a length is no whole number, over ``capacity`` or not positive.
     """
-    sizes = np.asarray(lengths, dtype=np.int64)
+    given = np.asarray(lengths)
+    if len(given) and given.dtype.kind not in "iu":
+        raise UserError(f"lengths are whole numbers of tokens, and these are {given.dtype}", hint="give integers")
+    sizes = given.astype(np.int64)
     check_lengths(sizes, capacity)
     assert window is None or window >= 1, f"a window of {counted(window, 'segment')}"
     rng = None if seed is None else np.random.Generator(np.random.PCG64(seed))

@@ -463,7 +463,8 @@ def _contamination(run: TrainedRun, rows: _Questions) -> dict[str, object] | Non
         return None
     try:
         train = _rows_of_run(run).prepared.train
-    except UserError:  # the files are gone
+    except UserError as error:  # the files are gone, say
+        rows.remarks.append(f"the answered rows are not compared with the training data: {error.message}")
         return None
     found = contamination([*rows.segments, *rows.histories], train, run.encoder.tokenizer)
     told: dict[str, object] = msgspec.to_builtins(found)

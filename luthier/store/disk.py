@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from luthier.errors import StoreError
-from luthier.writing import MOST_TRIES, NO_LOCKS, SharedLock, lock_file, rename, write_whole
+from luthier.writing import FULL, MOST_TRIES, NO_LOCKS, SharedLock, lock_file, rename, write_whole
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -143,9 +143,8 @@ def _remove_tree(folder: Path) -> None:
 
 
 REPAIR = "`luthier store verify --repair` drops what is damaged: those rows will be encoded again"
-HINTS = {
-    errno.ENOSPC: "free space there (`luthier store gc`), or choose another folder with data.store",
-    errno.EDQUOT: "free space there (`luthier store gc`), or choose another folder with data.store",
+HINTS = dict.fromkeys(FULL, "free space there (`luthier store gc`), or choose another folder with data.store") | {
+    errno.EMFILE: "let a process open more files: ulimit -n 4096",
     errno.EXDEV: "the folder spans two file systems, so files in it cannot be renamed: choose another with data.store",
     errno.EIO: "the disk may be failing: look at the system's log, or choose another folder with data.store",
 }

@@ -65,7 +65,8 @@ def question_of(segment: Segment, stops: frozenset[int]) -> Question | None:
 def questions_of(segment: Segment, stops: frozenset[int]) -> list[Question | None]:
     """Each trained answer of a segment as a question; None for one that lacks its stop token or a prompt.
 
-    ``u [A .] u [A A .] u`` -> prompt ``u``, answer ``A``; prompt ``u A . u``, answer ``A A``.
+    ``u [A .] u [A A .] u`` -> prompt ``u``, answer ``A``; prompt ``u A . u``, answer ``A A``. A stop token that is not
+    learned (``template.train_stop: false``) ends an answer, too: ``u [A] . u``.
     """
     ids, target = segment.input_ids, segment.target
     if segment.for_rewards and not target.any():  # a row without an answer
@@ -75,11 +76,12 @@ def questions_of(segment: Segment, stops: frozenset[int]) -> list[Question | Non
     found: list[Question | None] = []
     for number, start in enumerate(starts):
         behind = starts[number + 1] if number + 1 < len(starts) else len(ids)
-        end = next(at for at in reversed(trained) if at < behind) + 1
-        if start == 0 or int(ids[end - 1]) not in stops:
+        last = next(at for at in reversed(trained) if at < behind)
+        stop = next((at for at in (last, last + 1) if at < len(ids) and int(ids[at]) in stops), None)
+        if start == 0 or stop is None:
             found.append(None)
             continue
-        found.append(_question(segment, ids[:start], ids[start : end - 1]))
+        found.append(_question(segment, ids[:start], ids[start:stop]))
     return found
 
 

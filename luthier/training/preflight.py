@@ -20,7 +20,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, get_scheduler
 
-from luthier.config import machine, optimizers
+from luthier.config import machine, num_processes, optimizers
 from luthier.config.choices import FOLLOWS_MEASURE, AdapterType, Precision, Sharding, Strategy
 from luthier.config.draft import Draft, unread_settings
 from luthier.config.inputs import MediaCache
@@ -172,7 +172,7 @@ def _schedule(draft: Draft) -> Iterator[Problem]:
 def _optimizer(draft: Draft) -> Iterator[Problem]:
     """The optimizer takes a step on a small matrix, on the device of the run."""
     train, row = draft.config.train, optimizers.OPTIMIZERS[draft.config.train.optim]
-    ranks = int(os.environ.get("WORLD_SIZE", "1") or 1)
+    ranks = num_processes()
     if ranks > 1 and (row.in_backward or row.name in ONE_PROCESS):
         what = f"{row.name} changes weights without waiting for other processes, and {ranks} are started"
         yield draft.problem("train.optim", what, "set train.optim: adamw_torch, or start one process")

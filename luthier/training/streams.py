@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luthier.collation import CollateSettings, MediaInputs
+from luthier.config import num_processes
 from luthier.config.choices import Packing, Strategy
 from luthier.config.schema import RunConfig
 from luthier.errors import CheckpointError
@@ -52,7 +53,7 @@ class World:
     @classmethod
     def from_environment(cls) -> World:
         """As torchrun says; alone without it."""
-        return cls(rank=int(os.environ.get("RANK", "0")), size=int(os.environ.get("WORLD_SIZE", "1")))
+        return cls(rank=int(os.environ.get("RANK", "0")), size=num_processes())
 
 
 Watch = Callable[[Iterator[Batch]], Iterator[Batch]]  # looks at the batches as they go by

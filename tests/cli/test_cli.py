@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
 import os
 import re
@@ -210,6 +211,7 @@ def test_a_fault_that_is_found_after_loading_has_the_place_of_its_key(
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
     ],
 )
 def test_memory_that_ran_out_is_no_bug_and_is_told_with_what_needs_less(
@@ -309,6 +311,7 @@ def test_a_bug_says_so_with_its_traceback(
         (edge.Terminated(signal.SIGHUP), 129, "terminated"),
         (ModuleNotFoundError("No module named 'torch'", name="torch"), 2, "pip install"),
         (ModuleNotFoundError("No module named 'x'", name="x"), 1, "this is a bug"),
+        (OSError(errno.EMFILE, "Too many open files"), 2, "ulimit -n"),
         (RowError("bad_part", "a detail"), 2, "bad_part: a detail"),
     ],
 )

@@ -132,7 +132,7 @@ def test_a_batch_that_breaks_the_fast_encoder_is_encoded_by_the_reference() -> N
     encoder = checked(Breaking(), choice=FAST)
     assert encode(encoder, "a", "break", "b") == ["a", "break", "b"]
     assert encode(encoder, "c") == ["c"]
-    assert (encoder.backend.name, encoder.backend.num_failures) == ("fastokens", 1)
+    assert encoder.backend.name == "fastokens"
 
 
 def test_the_reference_alone_builds_nothing_else() -> None:

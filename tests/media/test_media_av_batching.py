@@ -63,9 +63,7 @@ def _decoded(media: MediaProcessor, item: MediaHeader) -> Decoded:
         return DecodedImage(pixels=picture_of(item))
     assert isinstance(item, VideoHeader)
     taken = sampled_frames(media.settings(MediaKind.VIDEO), item)
-    return DecodedVideo(
-        frames=frames_of(item)[taken], frame_indices=tuple(taken), fps=item.fps, total_num_frames=item.num_frames
-    )
+    return DecodedVideo(frames=frames_of(item)[taken], frame_indices=tuple(taken), fps=item.fps)
 
 
 def picture_of(item: ImageHeader) -> Image.Image:
@@ -143,9 +141,7 @@ def test_other_frames_than_were_planned_are_noticed() -> None:
     media = MediaProcessor.of(VIDEO["qwen3_vl"]())
     [(_, video)] = decoded(media, [LONG])
     assert isinstance(video, DecodedVideo)
-    late = DecodedVideo(
-        frames=video.frames, frame_indices=(*video.frame_indices[:-1], 20), fps=12.0, total_num_frames=21
-    )
+    late = DecodedVideo(frames=video.frames, frame_indices=(*video.frame_indices[:-1], 20), fps=12.0)
     other = clip(40, 70, 21, 6.0)
     with pytest.raises(RowError, check=reason_is("media_mismatch")):
         media.features([(other, late)])

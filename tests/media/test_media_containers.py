@@ -68,7 +68,7 @@ def test_each_frame_is_the_one_that_was_asked_for(name: str, codec: str, tmp_pat
     rng = random.Random(name)
     for indices in [[0], [44], [24, 25, 26], [3, 40], sorted(rng.sample(range(45), 12)), list(range(45)), [7, 7, 7]]:
         decoded = frames_of(path, indices)
-        assert (decoded.frame_indices, decoded.total_num_frames) == (tuple(indices), 45)
+        assert decoded.frame_indices == tuple(indices)
         assert decoded.frames.shape == (len(indices), 48, 64, 3)
         grays = decoded.frames[:, 40, 50].mean(axis=1)
         assert np.abs(grays - [gray_of_frame(index) for index in indices]).max() < 10

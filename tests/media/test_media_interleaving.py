@@ -59,9 +59,7 @@ def decoded(media: MediaProcessor, item: MediaHeader) -> Decoded:
             taken = sampled_frames(media.settings(MediaKind.VIDEO), item)
             track = None if item.audio is None else DecodedAudio(samples=samples_of(item.audio), sampling_rate=16_000)
             frames = frames_of(item)[taken]
-            return DecodedVideo(
-                frames=frames, frame_indices=tuple(taken), fps=item.fps, total_num_frames=item.num_frames, audio=track
-            )
+            return DecodedVideo(frames=frames, frame_indices=tuple(taken), fps=item.fps, audio=track)
         case _:
             raise TypeError(item)
 

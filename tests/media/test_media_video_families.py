@@ -132,7 +132,7 @@ def test_nemotron_takes_one_video_a_conversation() -> None:
     with pytest.raises(RowError, match=r"2 videos in one conversation, and this processor takes one"):
         media.expand([clip(40, 40, 4, 2.0)] * 2)
     video = clip(40, 40, 5, 2.0)
-    taken = DecodedVideo(frames=frames_of(video), frame_indices=tuple(range(5)), fps=2.0, total_num_frames=5)
+    taken = DecodedVideo(frames=frames_of(video), frame_indices=tuple(range(5)), fps=2.0)
     assert media.features([(video, taken)])["pixel_values_videos"].shape[0] == 5
 
 

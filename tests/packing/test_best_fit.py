@@ -82,3 +82,9 @@ def test_a_length_that_cannot_be_placed_is_named(wrong):
         plan_packs([3, wrong, 8], capacity=8)
     assert f"number 1 has {wrong}" in str(caught.value)
     assert "8 tokens" in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [[3, 1.5], [float("nan")], [True, False]])
+def test_lengths_that_are_no_whole_numbers_are_refused(wrong):
+    with pytest.raises(UserError):
+        plan_packs(wrong, capacity=8)

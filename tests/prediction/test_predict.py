@@ -275,6 +275,11 @@ def test_a_run_answers_the_rows_that_it_held_out_and_no_others(tmp_path: Path) -
     rows.write_text(rows.read_text() + json.dumps({"messages": [*shown[0]["messages"]]}).replace("0?", "new?") + "\n")
     with pytest.raises(UserError, match="may have learned"):
         luthier.predict(run, out)
+    rows.unlink()
+    (tmp_path / "new.jsonl").write_text(json.dumps(shown[0]))
+    there = luthier.PredictOptions(data=tmp_path / "new.jsonl", metrics=["exact"])
+    found = luthier.predict(run, there).metrics
+    assert found["contamination"] is None and "rows.jsonl" in "".join(found["remarks"])
 
 
 def test_held_out_rows_that_the_run_cuts_away_are_counted(tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ def test_a_question_is_what_stands_before_the_last_trained_run() -> None:
 
 
 def test_segments_that_were_cut_or_have_no_prompt_are_no_questions() -> None:
+    unlearned = question_of(_segment([1, 2, STOP, 3, 4, STOP, 6], [0, 1, 0, 0, 1, 0, 0]), STOPS)  # train_stop: false
+    assert unlearned is not None and (unlearned.prompt.tolist(), unlearned.answer.tolist()) == ([1, 2, STOP, 3], [4])
     assert question_of(_segment([1, 2, 3], [0, 1, 1]), STOPS) is None
     assert question_of(_segment([1, STOP], [1, 1]), STOPS) is None
     assert question_of(_segment([1, 2], [0, 0]), STOPS) is None

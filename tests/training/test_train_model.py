@@ -45,9 +45,9 @@ def test_a_local_folder_gives_its_weights_and_random_init_does_not(tmp_path: Pat
     stored = _load(tmp_path).model.state_dict()
     loaded = _load(tmp_path, model={"name_or_path": str(folder)})
     assert all(torch.equal(stored[name], value) for name, value in loaded.model.state_dict().items())
-    assert not loaded.random_weights
+    assert not loaded.first_values
     drawn = _load(tmp_path, model={"name_or_path": str(folder), "random_init": True}, runtime__seed=5)
-    assert drawn.random_weights
+    assert drawn.first_values[0].startswith("random weights")
     assert not torch.equal(drawn.model.get_input_embeddings().weight, stored["model.embed_tokens.weight"])
 
 

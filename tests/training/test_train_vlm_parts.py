@@ -191,14 +191,14 @@ def test_a_saved_model_that_sees_is_loaded_whole_and_computes_the_same(name: str
     with torch.no_grad():
         right = model(**inputs, use_cache=False).logits
         loaded = _load(tmp_path, tmp_path / "saved")
-        assert type(loaded.model) is type(model) and not loaded.random_weights and not loaded.varlen
+        assert type(loaded.model) is type(model) and not loaded.first_values and not loaded.varlen
         found = loaded.model.eval()(**inputs, use_cache=False).logits
         torch.testing.assert_close(found, right, atol=rounding, rtol=rounding)
         loaded.model.save_pretrained(tmp_path / "again")
         again = AutoModelForMultimodalLM.from_pretrained(tmp_path / "again", **asked).eval()
         assert torch.equal(again(**inputs, use_cache=False).logits, right)
     drawn = _load(tmp_path, tmp_path / "saved", random_init=True)
-    assert type(drawn.model) is type(model) and drawn.random_weights
+    assert type(drawn.model) is type(model) and drawn.first_values[0].startswith("random weights")
 
 
 def test_flash_attention_is_neither_taken_nor_accepted_where_pictures_are_seen_both_ways(tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from luthier.config import MappingNode, plain
+from luthier.config import MappingNode, num_processes, plain
 from luthier.config.peers.translation import Translator, names_of
 from luthier.config.yaml_text import parse_yaml
 from luthier.writing import JsonObject, counted
@@ -330,7 +329,7 @@ class DrawnAnswers:
         """Prompts and answers of a step: TRL counts answers as the rows of its batches."""
         reading, answers = self.reading, self._take("num_generations")
         each, turns = self.rows
-        world = int(os.environ.get("WORLD_SIZE", "1"))
+        world = num_processes()
         between, drawn = self._take("steps_per_generation"), self._take("generation_batch_size")
         if not all(isinstance(number, int) and number > 0 for number in (answers, each, turns)):
             reading.refuse(self.at("num_generations"), "answers and rows of a step are whole numbers above 0")

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from luthier.config import MappingNode, plain
+from luthier.config import MappingNode, num_processes, plain
 from luthier.config.peers import (
     beside,
     mapping_beside,
@@ -240,7 +240,7 @@ def _steps(reading: translation.Translator) -> None:
     micro, whole = reading.take("micro_batch_size"), reading.take("global_batch_size")
     reading.set("train.per_device_train_batch_size", micro, "micro_batch_size")
     if isinstance(whole, int) and isinstance(micro, int):
-        ranks = max(1, int(os.environ.get("WORLD_SIZE", "1")))
+        ranks = num_processes()
         if whole % (micro * ranks):
             what = (
                 f"{counted(whole, 'row')} of a step are no multiple of {counted(micro, 'row')} on "

@@ -11,7 +11,7 @@ import math
 import os
 from pathlib import Path
 
-from luthier.config import MappingNode
+from luthier.config import MappingNode, num_processes
 from luthier.config.peers import (
     SWIFT_DEFAULTS,
     DrawnAnswers,
@@ -275,7 +275,7 @@ def _trained_parts(reading: translation.Translator) -> list[str]:
 
 def _schedule(reading: translation.Translator) -> None:
     rate, turns = reading.take("learning_rate"), reading.take("gradient_accumulation_steps")
-    rows, world = reading.take("per_device_train_batch_size"), int(os.environ.get("WORLD_SIZE", "1"))
+    rows, world = reading.take("per_device_train_batch_size"), num_processes()
     reading.read.discard("per_device_train_batch_size")
     usual = 1e-5 if reading.take("tuner_type") == "full" else 1e-4
     reading.set("train.learning_rate", usual if rate is None else rate, "learning_rate")

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 
-from luthier.config import MappingNode, plain
+from luthier.config import MappingNode, num_processes, plain
 from luthier.config.objective import losses_of
 from luthier.config.peers import (
     DEFAULTS,
@@ -409,8 +409,8 @@ def _devices(reading: translation.Translator) -> None:
     if (launch := reading.take("accelerate_config")) is not None:
         reading.set("runtime.sharding", "fsdp" if _shares(reading, launch) else "none", "accelerate_config")
     read_sharing(reading)
-    processes, started = reading.take("num_processes"), os.environ.get("WORLD_SIZE", "1")
-    if processes is not None and str(processes) != started:
+    processes, started = reading.take("num_processes"), num_processes()
+    if processes is not None and str(processes) != str(started):
         reading.told.append(f"num_processes: this is {started} of {processes}; start them all by torchrun "
                             f" --nproc-per-node {processes} -m luthier train {reading.name}")  # fmt: skip
     reading.copy("runtime.rank_timeout", "ddp_timeout")

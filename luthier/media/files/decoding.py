@@ -195,17 +195,15 @@ class DecodedAudio:
 class DecodedVideo:
     """The chosen frames of a video.
 
-    frames            uint8[F, H, W, 3], RGB
-    frame_indices     of the frames in the whole video, ascending, F of them
-    fps               frames a second of the whole video
-    total_num_frames  of the whole video
-    audio             its sound track, if it was asked for and there is one
+    frames         uint8[F, H, W, 3], RGB
+    frame_indices  of the frames in the whole video, ascending, F of them
+    fps            frames a second of the whole video
+    audio          its sound track, if it was asked for and there is one
     """
 
     frames: NDArray[np.uint8]
     frame_indices: tuple[int, ...]
     fps: float
-    total_num_frames: int
     audio: DecodedAudio | None = None
 
 
@@ -264,9 +262,7 @@ def _decode_video(
             frames = read_frames(content, header, indices)
             if with_audio and header.audio is not None:
                 audio = _decode_audio(content, header.audio, sampling_rate)
-    return DecodedVideo(
-        frames=frames, frame_indices=indices, fps=header.fps, total_num_frames=header.num_frames, audio=audio
-    )
+    return DecodedVideo(frames=frames, frame_indices=indices, fps=header.fps, audio=audio)
 
 
 def _decode_frame_list(
