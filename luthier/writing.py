@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import platform
 import re
@@ -40,7 +41,10 @@ def to_json(data: Any) -> str:
 
 def counted(number: float, one: str, many: str = "") -> str:
     """``1 row``, ``2 rows``, ``1,000 rows``: how messages tell a count. ``many`` is what follows more than one where
-    that is not ``one`` with an s: ``counted(2, "row fails", "rows fail")``."""
+    that is not ``one`` with an s: ``counted(2, "row fails", "rows fail")``. What is no number is shown as it is, as
+    files of other tools are told in words before their values are checked."""
+    if not isinstance(number, int | float) or not math.isfinite(number):
+        return f"{number} {many or one + 's'}"
     shown = f"{int(number):,}" if number == int(number) else f"{number:g}"
     return f"{shown} {one if number == 1 else many or one + 's'}"
 

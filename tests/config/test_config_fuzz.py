@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from luthier.config.loading import dump_config, load_config_text
+from luthier.config.loading import PEERS, dump_config, load_config_text
 from luthier.config.schema import RunConfig
 from luthier.errors import ConfigError
 from tests.conftest import examples
@@ -106,6 +107,27 @@ def test_any_value_at_any_key_is_read_or_told(section: str, key: str, value: obj
     base[section] = {**base.get(section, {}), key: value}
     read(json.dumps(base), "run.json")
     read(json.dumps({**base, section: value}), "run.json")
+
+
+LF = "model_name_or_path: preset:tiny-qwen3\nstage: sft\ndataset: a\noutput_dir: o\ntemplate: qwen3\n"
+AXOLOTL = "base_model: preset:tiny-qwen3\ndatasets: [{path: preset:skills, type: chat_template}]\nmicro_batch_size: 1\n"
+TRL = "model_name_or_path: preset:tiny-qwen3\ndataset_name: preset:skills\noutput_dir: o\n"
+SWIFT = "model: preset:tiny-qwen3\ndataset: [preset:skills]\ntrain_type: lora\n"
+OTHERS = {"LLaMA-Factory": LF, "axolotl": AXOLOTL, "TRL": TRL, "ms-swift": SWIFT}
+THEIR_KEYS = [(peer.name, key) for peer in PEERS if peer.name in OTHERS for key in sorted(peer.known)]
+
+
+@given(which=st.sampled_from(THEIR_KEYS), value=JSON_VALUES)
+@example(("LLaMA-Factory", "cutoff_len"), "none")
+@example(("LLaMA-Factory", "tensor_model_parallel_size"), 0)
+@example(("axolotl", "batch_size"), [])
+@example(("axolotl", "val_set_size"), 1e999)
+@example(("TRL", "max_length"), "auto")
+@settings(FUZZ, max_examples=examples(100))
+def test_any_value_in_a_file_of_another_tool_is_read_or_told(which: tuple[str, str], value: object) -> None:
+    tool, key = which
+    shown = ".inf" if value == math.inf else json.dumps(value)
+    read(f"{OTHERS[tool]}{key}: {shown}\n")
 
 
 @given(

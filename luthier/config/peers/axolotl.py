@@ -424,7 +424,7 @@ def _evaluation(reading: Translator) -> None:
                 reading.passed[key] = "no rows are held out"
     else:
         if size:
-            whole = int(size) if isinstance(size, float) and size >= 1 else size
+            whole = int(size) if isinstance(size, float) and 1 <= size < math.inf else size
             reading.set("data.eval_split", whole, "val_set_size")
         _when(reading, "eval", times, "evals_per_epoch", steps, "eval_steps", strategy, "eval_strategy")
         of = "eval_batch_size" if reading.take("eval_batch_size") else "micro_batch_size"

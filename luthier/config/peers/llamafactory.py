@@ -346,7 +346,10 @@ _DIVIDED = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "conte
 
 def _megatron(reading: Translator) -> None:
     """Ranks that divide a model between them share their rows; ranks of ours have rows of their own."""
-    sizes = [size for key in _DIVIDED if isinstance(size := reading.take(key), int)]
+    sizes = [size for key in _DIVIDED if (size := reading.take(key)) is not None]
+    if not all(type(size) is int and size > 0 for size in sizes):
+        reading.refuse(next(key for key in _DIVIDED if key in reading.entries), "a number of GPUs is at least 1")
+        return
     sharers, experts = math.prod(sizes), reading.take("expert_model_parallel_size")
     used = [key for key in ("use_mca", "use_megatron_bridge") if reading.flag(key)]
     if sharers == 1 and experts in (None, 1) and not used:
@@ -354,8 +357,11 @@ def _megatron(reading: Translator) -> None:
     key = next(key for key in (*used, *_DIVIDED, "expert_model_parallel_size") if key in reading.entries)
     reading.set("runtime.sharding", "fsdp", key)
     accumulated = reading.take("gradient_accumulation_steps") or 1
-    fewer = max(1, accumulated // sharers)
+    is_count = type(accumulated) is int and accumulated > 0
+    fewer = max(1, accumulated // sharers) if is_count else accumulated
     reading.set("train.gradient_accumulation_steps", fewer, "gradient_accumulation_steps")
+    if not is_count:  # it is refused where it is checked
+        return
     reading.told.append(
         f"{key}: each GPU holds a share of all weights (runtime.sharding: fsdp) and has rows of its own, where "
         f"{sharers} shared theirs: gradient_accumulation_steps is {fewer}, not {accumulated}"
