@@ -17,7 +17,7 @@ from luthier.media.files.decoding import DecodedVideo
 from luthier.media.geometry.videos import sampled_frames, video_metadata
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import VideoHeader
-from tests.conftest import refused
+from tests.conftest import reason_is, refused
 from tests.media.tiny_av_processors import AUDIO, VIDEO
 
 # LUTHIER_MEDIA_SIZES=500 is the long form of these tests.
@@ -127,10 +127,11 @@ def test_nemotron_writes_pairs_of_frames_with_their_times(options: dict[str, Any
         assert our_ids(media, "<video>", [video]) == nemotron_ids(media, video), video
 
 
-def test_nemotron_takes_one_video_a_conversation() -> None:
+def test_nemotron_and_molmo_take_one_video_a_conversation() -> None:
     media = MediaProcessor.of(AUDIO["nemotron_h_omni"]())
-    with pytest.raises(RowError, match=r"2 videos in one conversation, and this processor takes one"):
-        media.expand([clip(40, 40, 4, 2.0)] * 2)
+    for each in (media, MediaProcessor.of(VIDEO["molmo2"]())):
+        with pytest.raises(RowError, check=reason_is("media_count")):
+            each.expand([clip(40, 40, 4, 2.0)] * 2)
     video = clip(40, 40, 5, 2.0)
     taken = DecodedVideo(frames=frames_of(video), frame_indices=tuple(range(5)), fps=2.0)
     assert media.features([(video, taken)])["pixel_values_videos"].shape[0] == 5

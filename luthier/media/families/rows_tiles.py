@@ -227,6 +227,7 @@ ROWS = (
         packing=PackingSupport.PADDED,
         reason="its mask lets all images of a row see each other",
         modules=PROJECTED,
+        version="2",
     ),
 )
 

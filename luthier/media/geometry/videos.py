@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.errors import ModelError
+from luthier.errors import ModelError, RowError
 from luthier.media.families import Measured, Settings
 from luthier.media.geometry import slices
 from luthier.media.geometry.pictures import aim_patches, fill_patches, fit_area, fit_budget, fit_canvas, fit_volume
@@ -236,7 +236,11 @@ def soft_tokens(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
 
 
 def pooled_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
-    """Square frames whose patches are pooled (Molmo 2): ``video_grids`` int64[N, 3] of (F, rows, columns)."""
+    """Square frames whose patches are pooled (Molmo 2): ``video_grids`` int64[N, 3] of (F, rows, columns).
+
+    Raises as `_check_one`.
+    """
+    _check_one(headers)
     metadata = [video_metadata(settings, header) for header in headers]
     patches = settings["size"]["height"] // settings["patch_size"]
     rows, columns = (-(-patches // pooling) for pooling in settings["pooling_size"])
@@ -244,13 +248,19 @@ def pooled_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
     return {"video_grids": grids, "video_metadata": metadata}
 
 
+def _check_one(headers: Sequence[VideoHeader]) -> None:
+    """Raise `RowError` under ``media_count`` for a context with several videos."""
+    if len(headers) > 1:
+        found = counted(len(headers), "video")
+        raise RowError("media_count", f"{found} in one conversation, and this model's processor takes one")
+
+
 def tubelets(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
     """Frames of about ``video_target_num_patches`` patches (Nemotron Omni): ``num_tokens`` of a frame [N].
 
-    Raises `ValueError` for two videos in a context, of which the processor makes one.
+    Raises as `_check_one`: the processor would make one of two videos.
     """
-    if len(headers) > 1:
-        raise ValueError(f"{counted(len(headers), 'video')} in one conversation, and this processor takes one")
+    _check_one(headers)
     downsampling = round(1.0 / settings["downsample_ratio"])
     tokens = []
     for header in headers:
