@@ -338,7 +338,7 @@ def _from_json(entry: Mapping[str, object], registry: Path, where: str) -> dict[
     """An entry of ``dataset_info.json``."""
     _check_keys(entry, _JSON_KEYS, where)
     columns = entry.get("columns") or {}
-    formatting = entry.get("formatting", "alpaca")
+    formatting = str(entry.get("formatting", "alpaca"))
     if formatting not in _FORMATTINGS:
         raise SourceError(f"{where}: formatting {formatting!r} is unknown", hint=f"known are {', '.join(_FORMATTINGS)}")
     kind = _FORMATTINGS[formatting]

@@ -193,6 +193,7 @@ def test_openai_formatting_is_messages(tmp_path: Path) -> None:
     [
         ({"file_name": "x.json", "formating": "alpaca"}, r"no key 'formating'[\s\S]*did you mean formatting"),
         ({"file_name": "x.json", "formatting": "shargpt"}, r"'shargpt' is unknown"),
+        ({"file_name": "x.json", "formatting": ["alpaca"]}, r"is unknown"),
         ({}, "neither file_name nor hf_hub_url"),
         ({"file_name": "x.json", "num_samples": -3}, "max_rows"),
         ({"file_name": "x.json", "columns": {"prompt": None}}, r"columns\.prompt"),
