@@ -106,6 +106,8 @@ def json_kind(value: object) -> str:
             return "string"
         case list() | tuple():
             return "array"
+        case {"bytes": str(), **rest} if not rest:
+            return "bytes, and text is stored as strings"
         case dict():
             return "object"
         case _:

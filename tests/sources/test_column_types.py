@@ -129,6 +129,7 @@ def test_a_used_column_is_converted_or_refused_by_name(tmp_path: Path, column: s
         if isinstance(read, RowError):
             assert read.reason in {"unreadable_value", "bad_content", "missing_column", "empty_text"}
             assert read.address is not None
+            assert "binary" not in column or read.reason != "bad_content" or "bytes" in read.detail
         else:
             assert isinstance(read, str)
 
