@@ -132,6 +132,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except (OSError, UserError):  # stderr cannot be written to, or what was left for stdout cannot
         code = EXIT_USER
         _point_stdout_at_nothing()
+    gc.freeze()  # a process that ends need not look through all that torch has made, which takes a second or more
     raise SystemExit(code)
 
 
