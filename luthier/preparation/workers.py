@@ -14,7 +14,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -91,11 +91,13 @@ def encode_chunks(
     """Each chunk's tag with one outcome per row, in the order of the chunks.
 
     ``workers`` 0 encodes here; ``auto`` starts processes once `BYTES_HERE` were encoded here, if `BYTES_WORTH_WORKERS`
-    are then left (``bytes_left``, as far as anyone knows).
+    are then left (``bytes_left``, as far as anyone knows). A daemonic process always encodes here.
     A `RowError` is an outcome; everything else that an encoder raises is raised, with a note that names the row.
     Raises `UserError` if a worker dies, or hangs and is ended after `LONGEST_CHUNK`. Close the generator to stop the
     workers.
     """
+    if current_process().daemon:  # Python lets such a process (of a pool, say) start none
+        workers = 0
     with _few_collections():
         if workers == "auto":
             num_workers = min(usable_cores(), MOST_WORKERS)

@@ -1,4 +1,5 @@
 import json
+import multiprocessing
 import os
 import time
 from dataclasses import dataclass, field
@@ -363,6 +364,8 @@ def test_nothing_new_starts_no_process(tmp_path, make_config, monkeypatch):
     assert texts(prepare(make_config(rows, workers=2), LetterEncoder()).train) == ["ayes", "byes"]
     with pytest.raises(AssertionError, match="was started"):  # control: something new does
         prepare(make_config(rows, workers=2), LetterEncoder(name="other"))
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    prepare(make_config(rows, workers=2), LetterEncoder(name="other"))  # Python lets daemonic processes start none
 
 
 def test_a_worker_that_dies_is_reported_with_the_rows_it_was_at(tmp_path, make_config):
