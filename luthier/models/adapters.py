@@ -354,7 +354,16 @@ def check_first_values(adapted: nn.Module, section: AdapterConfig) -> None:
     """Raise `ModelError` where ``adapter.init_lora_weights`` takes parts out of a weight that the model uses elsewhere,
     or is not made for a layer: PEFT would leave it as any LoRA begins, or take its weight the wrong way round."""
     start = str(section.init_lora_weights)
-    if section.type is not AdapterType.LORA or section.name_or_path is not None or not start.startswith(MUTATING):
+    if section.type is not AdapterType.LORA or section.name_or_path is not None:
+        return
+    bases = [layer.get_base_layer() for layer in adapted.modules() if isinstance(layer, LoraLayer)]
+    is_plain = isinstance(section.init_lora_weights, bool) or start == "gaussian"
+    if bases and not is_plain and all(isinstance(base, nn.Embedding) for base in bases):
+        raise ModelError(
+            f"adapter.init_lora_weights is {start}, which is made for linear layers, and only the embedding is adapted",
+            hint="name linear layers in adapter.target_modules, or set adapter.init_lora_weights: true",
+        )
+    if not start.startswith(MUTATING):
         return
     uses = Counter(
         id(weight) for module in adapted.modules() for weight in module._parameters.values() if weight is not None

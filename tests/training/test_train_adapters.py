@@ -326,6 +326,10 @@ def test_targets_are_suffixes_or_patterns() -> None:
         ),
         ({"rank_pattern": {"q_porj": 8}}, "ends with 'q_porj'(.|\n)*model.layers.N.self_attn.q_proj"),
         ({"alpha_pattern": {"lm_head": 8.0}}, "ends with 'lm_head'"),  # it is not adapted
+        *[
+            ({"target_modules": ["embed_tokens"], "init_lora_weights": start}, "only the embedding")
+            for start in ("eva", "lora_ga", "pissa")
+        ],
     ],
 )
 def test_adapters_that_cannot_be_are_refused_with_the_names_there_are(keys: dict[str, Any], said: str) -> None:
