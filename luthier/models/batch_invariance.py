@@ -250,17 +250,17 @@ def merge_frames_by_chunk(model: PreTrainedModel) -> bool:
     if family is None:
         return False
     (tower,), (projector,) = family.modules.tower, family.modules.projector
-    merging = _Merging(model.get_submodule(tower), model.get_submodule(projector))
+    merging = _Merging(model, tower, projector)
     model.get_submodule(model.base_model_prefix).register_forward_pre_hook(merging, with_kwargs=True)
     return True
 
 
 class _Merging:
-    """Called before the forward of the model's inside."""
+    """Called before the forward of the model's inside. ``tower``, ``projector``: names, as an adapter may put other
+    modules in their places later."""
 
-    def __init__(self, tower: nn.Module, projector: nn.Module) -> None:
-        self.tower: Any = tower
-        self.projector = projector
+    def __init__(self, model: nn.Module, tower: str, projector: str) -> None:
+        self.model, self.tower, self.projector = model, tower, projector
 
     def __call__(self, module: nn.Module, args: Arguments, kwargs: Inputs) -> tuple[Arguments, Inputs] | None:
         if kwargs.get(PIXELS) is None:
@@ -277,12 +277,14 @@ class _Merging:
     def _features(self, pixels_P: torch.Tensor, grids_N3: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """For each chunk [S, H]."""
         chunks = torch.split(pixels_P, grids_N3.prod(-1).tolist())
-        kernel = self.tower.merge_kernel_size[0] * self.tower.merge_kernel_size[1]
+        tower: Any = self.model.get_submodule(self.tower)
+        projector = self.model.get_submodule(self.projector)
+        kernel = tower.merge_kernel_size[0] * tower.merge_kernel_size[1]
         found: dict[int, torch.Tensor] = {}
         for num_frames in sorted(set(grids_N3[:, 0].tolist())):
             numbers = (grids_N3[:, 0] == num_frames).nonzero()[:, 0].tolist()
-            seen = self.tower(torch.cat([chunks[n] for n in numbers]), grid_thw=grids_N3[numbers])
-            slots = self.projector(seen.pooler_output).squeeze(1)
+            seen = tower(torch.cat([chunks[n] for n in numbers]), grid_thw=grids_N3[numbers])
+            slots = projector(seen.pooler_output).squeeze(1)
             sizes = (grids_N3[numbers, 1:].prod(-1) // kernel).tolist()
             found |= dict(zip(numbers, torch.split(slots, sizes), strict=True))
         return tuple(found[number] for number in range(len(chunks)))

@@ -10,12 +10,27 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import tree
-from tiny_vlms import VLMS, Seen, alone_inputs, packed_batch, padded_inputs, seen, shared_batch, tiny_vlm
+from tiny_vlms import (
+    END,
+    START,
+    VIDEO,
+    VLMS,
+    Seen,
+    alone_inputs,
+    packed_batch,
+    padded_inputs,
+    seen,
+    shared_batch,
+    tiny_vlm,
+)
 
 from luthier.collation import CollateSettings
+from luthier.config.choices import AdapterType
+from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
 from luthier.layout import seen_blocks, tree_mask
 from luthier.models import MediaNeeds, mixers, set_text_attention, text_attention
+from luthier.models.adapters import apply_adapter
 from luthier.models.attention import SEGMENTS, AttentionPlan, BlockReach, plan_attention
 from luthier.models.batch_invariance import hook
 from luthier.models.isolation import ChosenIsolation, choose_isolation
@@ -144,6 +159,19 @@ def test_phi_4_sees_a_whole_tile_alike_beside_one_that_is_partly_padding() -> No
     assert not close(seen_of_first(2), seen_of_first(1), 1e-2), "control: without the hook it is causal"
     hook(model)
     assert close(seen_of_first(2), seen_of_first(1), 1e-5)
+
+
+def test_videos_of_kimi_pass_the_projector_that_an_adapter_has_put_in() -> None:
+    """As `adapter.modules_to_save` does."""
+    model = tiny_vlm("kimi_k25").eval()
+    hook(model)
+    section = AdapterConfig(type=AdapterType.LORA, target_modules=["o_proj"], modules_to_save=["mm_projector"])
+    apply_adapter(model, section)
+    ids = torch.tensor([[5, START, *[VIDEO] * 6, END, 7]])
+    film = {"pixel_values_videos": torch.randn(48, 3, 14, 14), "video_grid_thw": torch.tensor([[2, 4, 6]])}
+    model(input_ids=ids, **film, use_cache=False).logits.sum().backward()
+    kept = model.get_submodule("model.mm_projector").modules_to_save["default"]
+    assert all(weight.grad is not None and weight.grad.any() for weight in kept.parameters())
 
 
 @pytest.mark.parametrize("name", SEES_BLOCKS)
