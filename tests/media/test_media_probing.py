@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import struct
 import subprocess
 import sys
 import tracemalloc
@@ -172,6 +173,18 @@ def test_a_turned_image_stands_in_memory_twice() -> None:
     data = image_file(wide("RGB"), "JPEG", orientation=6)
     assert refusal(Image(source=data), access(max_image_bytes=8 * 200 * 300 - 1)).reason == "media_limit"
     assert image_header(data, max_image_bytes=8 * 200 * 300).width == 300
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(4, "media_limit"), (1, "media_broken")])
+def test_a_tile_of_a_tiff_counts_whole_where_it_is_larger_than_the_image(kind: int, reason: str) -> None:
+    data = image_file(wide("RGB"), "TIFF")
+    for tag, value, tile_tag, side in ((278, 300, 322, 600), (284, 1, 323, 500)):  # in the place of others
+        plain = struct.pack("<HHII", tag, 4 if value == 300 else 3, 1, value)
+        assert plain in data
+        data = data.replace(plain, struct.pack("<HHII", tile_tag, kind, 1, side))
+    assert refusal(Image(source=data), access(max_image_bytes=10 * 600 * 500 - 1)).reason == reason
+    if reason == "media_limit":
+        assert image_header(data, max_image_bytes=10 * 600 * 500).width == 200
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 _ORIENTATION = 0x0112
 _WIDTH, _HEIGHT, _CHANNELS = 0x0100, 0x0101, 0x0115
+_TILE = (0x0142, 0x0143)  # width and height of a TIFF's tiles
 _PNG_BYTES = {0: 5, 2: 4, 3: 5}  # gray, RGB, palette; with transparency 8
 _WEBP_BYTES = 17  # the decoder keeps two canvases of its own, for the frames of animations
 _TIFF_BYTES = 10  # up to 16 bits a channel; how many they are stands elsewhere in the file
@@ -38,18 +39,20 @@ class StoredSize:
 
     ``bytes_a_pixel``: the most memory that decoding takes for each pixel, the steps to RGB included. As measured with
     Pillow: it keeps RGB in 4 bytes and everything else beside its RGB form; a turned image stands there twice.
+    ``tile_pixels``: of one tile, which is decoded whole, also where it is larger than the image.
     """
 
     width: int
     height: int
     orientation: int = 1
     bytes_a_pixel: int = 8
+    tile_pixels: int = 0
 
     @property
     def decoded_bytes(self) -> int:
         """The most memory that decoding takes."""
         turned = 8 if self.orientation > 1 else 0
-        return self.width * self.height * max(self.bytes_a_pixel, turned)
+        return max(self.width * self.height, self.tile_pixels) * max(self.bytes_a_pixel, turned)
 
     @property
     def shown(self) -> tuple[int, int]:
@@ -205,7 +208,8 @@ def _tiff(content: Content) -> StoredSize:
     if not tags.keys() >= {_WIDTH, _HEIGHT}:
         raise RowError("media_broken", f"{content.name} begins like a TIFF and does not say its size")
     bytes_a_pixel = max(_TIFF_BYTES, 4 + 2 * tags.get(_CHANNELS, 1))
-    return StoredSize(tags[_WIDTH], tags[_HEIGHT], _turn(tags.get(_ORIENTATION)) or 1, bytes_a_pixel)
+    tile_pixels = tags.get(_TILE[0], 0) * tags.get(_TILE[1], 0)
+    return StoredSize(tags[_WIDTH], tags[_HEIGHT], _turn(tags.get(_ORIENTATION)) or 1, bytes_a_pixel, tile_pixels)
 
 
 # ------------------------------------------------------------------------------------------------------------ pieces
@@ -229,7 +233,8 @@ def _xmp_orientation(xmp: bytes) -> int | None:
 
 
 def _tags(content: Content, start: int) -> dict[int, int]:
-    """Width, height, channels and orientation among the tags of the first directory of a TIFF, which EXIF is too."""
+    """Width, height, channels, orientation and tiles among the tags of the first directory of a TIFF, which EXIF is
+    too."""
     head = content.read(start, 8)
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(head[:4])
     if order is None or len(head) < 8:
@@ -240,8 +245,14 @@ def _tags(content: Content, start: int) -> dict[int, int]:
     tags: dict[int, int] = {}
     for at in range(0, len(entries) - 11, 12):
         tag, kind = struct.unpack_from(f"{order}HH", entries, at)
-        if tag in (_WIDTH, _HEIGHT, _ORIENTATION, _CHANNELS) and kind in (3, 4):  # SHORT, LONG
-            (tags[tag],) = struct.unpack_from(f"{order}{'H' if kind == 3 else 'I'}", entries, at + 8)
+        if tag not in (_WIDTH, _HEIGHT, _ORIENTATION, _CHANNELS, *_TILE):
+            continue
+        if kind in (3, 4):  # SHORT, LONG
+            before = tags.get(tag, 0) if tag in _TILE else 0  # libtiff takes the first of two, PIL the last
+            (value,) = struct.unpack_from(f"{order}{'H' if kind == 3 else 'I'}", entries, at + 8)
+            tags[tag] = max(value, before)
+        elif tag in _TILE:  # libtiff reads other kinds of numbers as well, which no known program writes
+            raise RowError("media_broken", f"{content.name} gives the size of its tiles in an unusual kind of number")
     return tags
 
 
