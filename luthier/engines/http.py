@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines import Completion, Finish, Ids, Refusal, Request, SamplerPool, StaleWeights, WeightsName
-from luthier.engines.json_client import PAUSES, SERVER_TOKEN, JsonClient, ServerRefused, ServerWrong, token_from
+from luthier.engines.json_client import (
+    GIVEN_UP,
+    PAUSES,
+    SERVER_TOKEN,
+    JsonClient,
+    ServerRefused,
+    ServerWrong,
+    token_from,
+)
 from luthier.engines.local import is_adapter
 from luthier.engines.next_tokens import BatchRow
 from luthier.errors import UserError
@@ -355,6 +363,8 @@ class HttpSampler:
             row.add(token, float(logprob), ([], []), self.tokenizer)
             if row.ended:
                 break
+        if row.finish is None and why in GIVEN_UP:
+            raise self._strange(f"an answer that it has given up ({why})")
         if row.finish is None:  # the server has reasons of its own: another stop token, or the end of its context
             row.finish = Finish.LENGTH if why == "length" else Finish.STOP
         return replace(row.completion(), weights=self.weights)

@@ -32,6 +32,7 @@ SERVER_TOKEN = "LUTHIER_SERVER_TOKEN"  # the environment variable that holds a s
 LONGEST_ANSWER = 64_000_000  # bytes; a million ids are ten
 PAUSES = (0.5, 2.0, 8.0)  # seconds before a question is asked again
 BUSY = (408, 409, 429, 500, 502, 503, 504)  # the status of a server that may answer later
+GIVEN_UP = ("abort", "error")  # why vLLM and SGLang end an answer that they do not go on with
 
 
 class ServerRefused(UserError):
@@ -378,15 +379,16 @@ class AnswerScorer:
     def _score(self, told: Mapping[str, Any]) -> Judgement:
         try:
             choice = told["choices"][0]
-            text, is_cut = choice["message"]["content"] or "", choice.get("finish_reason") == "length"
+            text, why = choice["message"]["content"] or "", choice.get("finish_reason")
             parts = _LABEL.split(text)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             hint = "judge.url names a server that answers /v1/chat/completions as OpenAI's does"
             raise UserError(
                 f"{self.client.url} does not answer with a chat completion", hint=hint, key="judge.url"
             ) from error
-        if is_cut:
-            return Judgement(score=None, reason="the judge's reply is cut off (judge.max_new_tokens)")
+        if why == "length" or why in GIVEN_UP:
+            told_why = "judge.max_new_tokens" if why == "length" else f"its server says {why}"
+            return Judgement(score=None, reason=f"the judge's reply is cut off ({told_why})")
         number = _FIRST.match(parts[-1])
         if number is None or (len(parts) == 1 and text[number.end() :].strip(_AROUND)):
             return Judgement(score=None, reason="the judge's reply has no score")

@@ -279,6 +279,7 @@ LIES: dict[str, object] = {
     "the token 99999": {"choices": choice_of(token_ids=[5, 6, 99999])},
     "the token -1": {"choices": choice_of(token_ids=[-1, 6, 7])},
     "the token 'a'": {"choices": choice_of(token_ids=["a", 6, 7])},
+    "given up (abort)": {"choices": choice_of(finish_reason="abort")},
     "something else than token ids": {"choices": choice_of() * 2},
     "not an object": [1],
     "busy doing nothing": (500, {"error": {"message": "busy doing nothing"}}),

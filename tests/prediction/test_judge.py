@@ -87,6 +87,7 @@ REPLIES: list[tuple[object, float | None, str]] = [
         None,
         "cut off",
     ),
+    ((200, {"choices": [{"finish_reason": "abort", "message": {"content": "Score: 1"}}]}), None, "abort"),
     (None, None, "no score"),
     ("score = 11", None, "outside"),
     ("Score: -1", None, "outside"),
