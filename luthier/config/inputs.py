@@ -462,7 +462,8 @@ class MediaConfig(Section):
     the end off, as inference does, and counts it in the ledger; ``split`` puts as many clips of equal length in its
     place as are needed ([media.md](media.md)); ``quarantine`` takes the row out."""
     max_decoded_bytes: choices.Count = 2_000_000_000
-    """Most memory that the chosen frames of one video may take, in bytes: 320 frames of 1920 x 1080."""
+    """Most memory that the chosen frames of one video may take, in bytes: 320 frames of 1920 x 1080. The same for the
+    samples of one compressed sound."""
     cache: Annotated[MediaCache, choices.as_enum(MediaCache)] = MediaCache.NONE
     """``encoder_features``: what the model's frozen towers make of images and videos is computed once, before training,
     and kept beside the encoded samples; later epochs and runs decode nothing."""

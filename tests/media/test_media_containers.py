@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import struct
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,9 @@ def test_the_sound_of_a_video_comes_with_it(tmp_path: Path) -> None:
     assert with_sound.audio is not None
     assert len(with_sound.audio.samples) == -(-header.audio.num_samples // 2)
     assert frames_of(path, [0]).audio is None
+    media = Video(source=str(path), root=str(tmp_path))
+    with refused(RowError, "samples", "media.max_decoded_bytes is 100,000"):
+        decode(media, header, access(max_decoded_bytes=100_000), frame_indices=[0], with_audio=True)
 
 
 def test_the_caps_on_videos_are_those_of_the_run(tmp_path: Path) -> None:
@@ -266,6 +270,19 @@ def test_long_silence_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
     hours = bytearray(whole)
     hours[21:26] = (int.from_bytes(whole[21:26], "big") // (1 << 36) * (1 << 36) + 3 * 3600 * RATE).to_bytes(5, "big")
     assert "10,800 s" in refusal(Audio(source=bytes(hours))).detail
+    assert refusal(Audio(source=whole), access(max_decoded_bytes=4 * RATE - 1)).reason == "media_limit"
+    assert probe(Audio(source=whole), access(max_decoded_bytes=4 * RATE)).version
+
+
+def test_compressed_sound_takes_no_more_memory_than_its_samples(tmp_path: Path) -> None:
+    needs_av()
+    media = Audio(source=sound(tmp_path / "a.flac", tone(60), codec="flac").read_bytes())
+    header = probe(media, OPEN)
+    tracemalloc.start()
+    decode(media, header, OPEN)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 4 * 60 * RATE <= most < 1.5 * 4 * 60 * RATE
 
 
 def test_decoding_stops_where_a_header_says_the_end_is(tmp_path: Path) -> None:

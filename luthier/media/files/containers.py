@@ -223,7 +223,7 @@ def read_audio(content: Content, header: AudioHeader, window: tuple[int, int] | 
     """
     slack = _samples_off(header.sampling_rate)
     start, end = window or (0, header.num_samples)
-    blocks: list[NDArray[np.float32]] = []
+    samples = np.zeros(end - start, dtype=np.float32)
     total = 0
     with _opened(content, "sound", _AUDIO_READERS) as container:
         stream = _stream(container, "audio", content)
@@ -232,16 +232,18 @@ def read_audio(content: Content, header: AudioHeader, window: tuple[int, int] | 
             if frame.sample_rate != header.sampling_rate:
                 rates = f"{header.sampling_rate} to {counted(frame.sample_rate, 'sample')} a second"
                 raise RowError("media_broken", f"{content.name} changes from {rates}")
-            blocks.append(_mono(frame))
-            total += len(blocks[-1])
+            block = _mono(frame)
+            low, high = max(start, total), min(end, total + len(block))
+            if low < high:
+                samples[low - start : high - start] = block[low - total : high - total]
+            total += len(block)
             if total > end + slack:
                 break
-    if total < end - slack or (window is None and total > end + slack):
+    if total < max(end - slack, 1) or (window is None and total > end + slack):
         more = "at least " if total > end else ""
         what = f"promises {counted(end, 'sample')} and has {more}{total:,}"
         raise RowError("media_broken", f"{content.name} {what}")
-    samples = np.concatenate(blocks)[start:end]
-    return np.pad(samples, (0, end - start - len(samples)))
+    return samples
 
 
 def _mono(frame: AudioFrame) -> NDArray[np.float32]:

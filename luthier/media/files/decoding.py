@@ -68,6 +68,7 @@ def _audio(content: Content, access: MediaAccess) -> AudioHeader:
     wave = read_wave(content)
     if wave is None:
         header = probe_audio(content)
+        check_samples(header, access.config, content.name)
     else:
         header = AudioHeader(num_samples=wave.num_samples, sampling_rate=wave.sampling_rate, version=content.version)
     check_audio(header, access.config, content.name)
@@ -169,6 +170,14 @@ def check_frames(header: VideoHeader, num_frames: int, config: MediaConfig) -> N
         raise _over(f"{what}, {hint}", "the chosen part of a video")
 
 
+def check_samples(header: AudioHeader, config: MediaConfig, name: str) -> None:
+    """The memory that a compressed sound takes: silence of hours is a file of some kilobytes (``media_limit``)."""
+    size = header.num_samples * 4
+    if size > config.max_decoded_bytes:
+        what = f"{counted(header.num_samples, 'sample')} are {counted(size, 'byte')}"
+        raise _over(f"{what}, media.max_decoded_bytes is {config.max_decoded_bytes:,}", name)
+
+
 def _over(what: str, name: str) -> RowError:
     return RowError("media_limit", f"{name}: {what}")
 
@@ -261,6 +270,7 @@ def _decode_video(
         with _unchanged(media.source, media.root, header.version, access) as content:
             frames = read_frames(content, header, indices)
             if with_audio and header.audio is not None:
+                check_samples(header.audio, access.config, content.name)
                 audio = _decode_audio(content, header.audio, sampling_rate)
     return DecodedVideo(frames=frames, frame_indices=indices, fps=header.fps, audio=audio)
 
