@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from numbers import Real
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ def counted(number: float, one: str, many: str = "") -> str:
     """``1 row``, ``2 rows``, ``1,000 rows``: how messages tell a count. ``many`` is what follows more than one where
     that is not ``one`` with an s: ``counted(2, "row fails", "rows fail")``. What is no number is shown as it is, as
     files of other tools are told in words before their values are checked."""
-    if not isinstance(number, int | float) or not math.isfinite(number):
+    if not isinstance(number, Real) or not math.isfinite(number):  # NumPy's are real numbers, too
         return f"{number} {many or one + 's'}"
     shown = f"{int(number):,}" if number == int(number) else f"{number:g}"
     return f"{shown} {one if number == 1 else many or one + 's'}"

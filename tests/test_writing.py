@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from luthier.writing import counted
@@ -42,6 +43,8 @@ NO_COUNTS = (  # a rate, a share, a list, a number that was made a text before, 
         (counted(1, "row fails", "rows fail"), "1 row fails"),
         (counted(1.0, "epoch"), "1 epoch"),
         (counted(0.5, "epoch"), "0.5 epochs"),
+        (counted(np.int64(1), "row"), "1 row"),
+        (counted(np.int32(1000), "row"), "1,000 rows"),
     ],
 )
 def test_a_count_of_one_is_singular(told: str, wanted: str) -> None:
