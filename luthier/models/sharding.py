@@ -176,10 +176,11 @@ def average_replicated(model: nn.Module) -> None:
 
 
 def begin_alike(model: PreTrainedModel | PeftModel) -> bool:
-    """Whether `average_gradients` is to be called before each update, as the ranks each train a whole model that has an
-    encoder of media. They then get the trained weights of the first rank, as under DDP, which cannot be used there: it
-    waits for a gradient of every weight, which an encoder has only where a rank's rows have media of its kind.
-    Every rank has to ask at once.
+    """Give all ranks the trained weights of the first, where each of them trains a whole model that has an encoder of
+    media. Returns whether that is so: `average_gradients` is then to be called before each update.
+
+    DDP cannot be used there. It waits for a gradient of every weight, and an encoder has one only where a rank's rows
+    have media of its kind. Every rank has to ask at once.
     """
     if not torch.distributed.is_initialized() or is_sharded(model) or not is_multimodal(model.config):
         return False

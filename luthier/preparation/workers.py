@@ -240,8 +240,8 @@ def _start_worker(
 
 
 def end_with_parent(parent: int, wait: Callable[[float], object] = time.sleep) -> None:
-    """End this process, which ``parent`` started, when that one has ended, however it did; or as soon as what ``wait``
-    gives, so many seconds long, says so."""
+    """End this process, which ``parent`` started, when that one has ended, however it did. ``wait`` waits so many
+    seconds; this process ends, too, when it gives something that is true."""
     while os.getppid() == parent and not wait(SECONDS_BETWEEN_LOOKS):
         pass
     os._exit(1)

@@ -107,7 +107,7 @@ def json_kind(value: object) -> str:
         case list() | tuple():
             return "array"
         case {"bytes": str(), **rest} if not rest:
-            return "bytes, and text is stored as strings"
+            return "value of bytes (store text as strings)"
         case dict():
             return "object"
         case _:

@@ -123,3 +123,5 @@ def test_a_message_in_the_style_of_other_sources_is_told_the_way_out() -> None:
     with pytest.raises(RowError) as caught:  # in no style at all
         convert({"messages": [{"who": "user", "says": "Hi"}]}, format=Format.MESSAGES)
     assert "['says', 'who']" in caught.value.detail and "role_tag" in caught.value.detail
+    with pytest.raises(RowError, match=r"one value of bytes \(store text as strings\)"):  # of a Parquet file
+        convert({"messages": {"bytes": "SGk="}}, format=Format.MESSAGES)

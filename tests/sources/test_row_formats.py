@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
+import yaml
 from spoken_rows import ADDRESS, ASSISTANT, CALL, USER, chat, convert, said
 
-from luthier.config.choices import Format
+from luthier.config.choices import Format, RowKind
 from luthier.errors import RowError
 from luthier.records import Conversation, Document, Feedback, Image, Preference, Text, Thinking, ToolCall
+from luthier.rendering.other_rows import refuse
 from tests.conftest import reason_is
 
 # ------------------------------------------------------------------------------------------------------- alpaca
@@ -274,6 +277,23 @@ def test_preference_rows_share_a_written_or_an_implied_prompt() -> None:
     assert convert({"chosen": [USER, ASSISTANT], "rejected": [USER, rejected]}) == expected
     assert convert({"prompt": "Hi", "chosen": [USER, ASSISTANT], "rejected": [USER, rejected]}) == expected
     assert convert({"chosen_messages": [USER, ASSISTANT], "rejected_messages": [USER, rejected]}) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "place"),
+    [
+        ({"prompt": "Hi", "chosen": "Hello", "rejected": "No"}, 0),
+        ({"chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "No"}]}, 1),
+        ({"messages": [USER, ASSISTANT], "rejected": "No"}, 2),
+    ],
+)
+def test_a_pair_that_is_refused_names_the_setting_that_makes_it_an_answer(row: dict[str, Any], place: int) -> None:
+    with pytest.raises(RowError) as caught:
+        refuse(convert(row), RowKind.ANSWER)
+    columns = yaml.safe_load(re.findall(r"{.*?}", caught.value.detail)[place])
+    learned = convert(row, columns=columns)
+    assert isinstance(learned, Conversation)
+    assert learned.messages == (said("user", "Hi"), said("assistant", "Hello"))
 
 
 def test_feedback_rows_have_a_prompt_or_messages() -> None:

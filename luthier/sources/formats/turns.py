@@ -35,7 +35,7 @@ _MEDIA_KINDS = {
     "audio": "audio", "audio_url": "audio", "input_audio": "audio",
 }  # fmt: skip
 CALL_KINDS = ("tool_call", "function", "tool_use")  # LLaMA-Factory's name of a part, OpenAI's and Anthropic's
-_OTHER_KEYS = " (where others of them say who speaks and what, name these: tags: {role_tag: …, content_tag: …})"
+_OTHER_KEYS = " (if two of these keys hold the role and the text, name them: tags: {role_tag: …, content_tag: …})"
 RATES = ("fps", "sample_fps")  # of a part with the frames of a video: ours, and that of Qwen's utilities
 
 
@@ -48,10 +48,8 @@ def read_messages(value: object, *, field: str, tags: Tags, media: MediaQueue) -
     if type(value) is str and value.lstrip()[:1] == "[":
         value = decode_text(value, reason="not_messages", field=field)
     if type(value) is dict:
-        detail = "messages are a list, this is one object"
-        if tags.role not in value:
-            raise RowError("not_messages", detail, field=field)
-        raise RowError("not_messages", f"{detail}: put it into a list", field=field)
+        way_out = ": put it into a list" if tags.role in value else ""
+        raise RowError("not_messages", f"messages are a list, this is one {json_kind(value)}{way_out}", field=field)
     if type(value) is not list:
         raise RowError("not_messages", f"messages are a list, this is {json_kind(value)}", field=field)
     if not value:
