@@ -175,13 +175,8 @@ def refuse(row: records.Row, kind: RowKind) -> Never:
         case records.Conversation() | records.Document() | records.Tokenized():
             fits = "it teaches an answer: train it with objective sft or pt"
         case records.Preference():
-            fits = (
-                "it prefers one answer to another: train it with objective dpo or rm; or, to learn the better answer "
-            )
-            fits += (
-                "alone, set columns of its data set: {response: chosen}; {messages: chosen, rejected: none} if chosen "
-            )
-            fits += "is a list of messages; {rejected: none} if there is no chosen"
+            fits = "it prefers one answer to another: train it with objective dpo or rm (docs/data_formats.md says "
+            fits += "which columns to name where only the better answer is to be learned)"
         case records.Feedback():
             fits = "it says how good one answer is: train it with objective kto"
     needs = f"this run's objective learns answers ({'rl' if kind is RowKind.QUESTION else 'sft, pt'})"

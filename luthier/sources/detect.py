@@ -48,6 +48,7 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, object]]) ->
     kind = config.format
     if kind is Format.AUTO:
         kind = _detect_format(config.path, rows, seen, given_columns, given_tags)
+        _check_read(config.path, given_columns, kind)
     if kind is Format.TEXT and "text" not in given_columns and "prompt" in given_columns:
         # how registries call the column of plain text
         given_columns = {("text" if name == "prompt" else name): column for name, column in given_columns.items()}
@@ -274,6 +275,18 @@ def _check_given(path: str, given: Mapping[str, str], rows: Sequence[Mapping[str
                 f"columns names for {ours!r}"
             )
             raise SourceError(f"{path}: {what}; there are: {', '.join(there)[:500]}", hint=hint)
+
+
+def _check_read(path: str, given: Mapping[str, str], kind: str) -> None:
+    """Raises `SourceError` for a column that the config names and rows of the format that was found do not have."""
+    for ours, theirs in given.items():
+        if ours not in FORMATS[kind].columns and theirs != NO_COLUMN:
+            readers = [name for name, rule in FORMATS.items() if ours in rule.columns]
+            what = f"columns names {theirs!r} for {ours!r}, and the rows are of the format {kind}, which reads none"
+            hint = (
+                f"set the format of the data set, which may be {' or '.join(readers)}, and name its other columns too"
+            )
+            raise SourceError(f"{path}: {what}", hint=hint)
 
 
 def _known(

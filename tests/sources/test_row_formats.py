@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import yaml
 from spoken_rows import ADDRESS, ASSISTANT, CALL, USER, chat, convert, said
 
 from luthier.config.choices import Format, RowKind
-from luthier.errors import RowError
+from luthier.errors import RowError, SourceError
 from luthier.records import Conversation, Document, Feedback, Image, Preference, Text, Thinking, ToolCall
 from luthier.rendering.other_rows import refuse
 from tests.conftest import reason_is
@@ -279,21 +279,33 @@ def test_preference_rows_share_a_written_or_an_implied_prompt() -> None:
     assert convert({"chosen_messages": [USER, ASSISTANT], "rejected_messages": [USER, rejected]}) == expected
 
 
-@pytest.mark.parametrize(
-    ("row", "place"),
-    [
-        ({"prompt": "Hi", "chosen": "Hello", "rejected": "No"}, 0),
-        ({"chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "No"}]}, 1),
-        ({"messages": [USER, ASSISTANT], "rejected": "No"}, 2),
-    ],
-)
-def test_a_pair_that_is_refused_names_the_setting_that_makes_it_an_answer(row: dict[str, Any], place: int) -> None:
-    with pytest.raises(RowError) as caught:
+GPT = {"from": "gpt", "value": "Hello"}
+PAIRS = [
+    {"prompt": "Hi", "chosen": "Hello", "rejected": "No"},
+    {"chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "No"}]},
+    {"messages": [USER, ASSISTANT], "rejected": "No"},
+    {"conversations": [{"from": "human", "value": "Hi"}], "chosen": GPT, "rejected": {**GPT, "value": "No"}},
+]
+
+
+@pytest.mark.parametrize("place", range(len(PAIRS)))
+def test_the_page_names_the_setting_by_which_the_better_answer_of_a_pair_is_learned(place: int) -> None:
+    row, page = PAIRS[place], Path(__file__).parents[2] / "docs" / "data_formats.md"
+    with pytest.raises(RowError, match=page.name):
         refuse(convert(row), RowKind.ANSWER)
-    columns = yaml.safe_load(re.findall(r"{.*?}", caught.value.detail)[place])
-    learned = convert(row, columns=columns)
+    table = page.read_text(encoding="utf-8").partition("To learn only the better answers")[2].split("\n\n")[1]
+    setting = table.splitlines()[2:][place].split("|")[2].replace("`", "")
+    learned = convert(row, **yaml.safe_load(f"{{{setting}}}"))
     assert isinstance(learned, Conversation)
     assert learned.messages == (said("user", "Hi"), said("assistant", "Hello"))
+
+
+def test_a_column_that_rows_of_the_format_found_do_not_have_is_refused() -> None:
+    """Else earlier answers of these conversations would be learned, and not the one that is named."""
+    for columns in ({"response": "chosen"}, {"response": "chosen", "rejected": "none"}):
+        with pytest.raises(SourceError, match=r"'chosen' for 'response'") as caught:
+            convert(PAIRS[3], columns=columns)
+        assert "prompt_completion" in str(caught.value.hint)
 
 
 def test_feedback_rows_have_a_prompt_or_messages() -> None:
