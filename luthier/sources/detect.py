@@ -282,7 +282,7 @@ def _check_read(path: str, given: Mapping[str, str], kind: str) -> None:
     for ours, theirs in given.items():
         if ours not in FORMATS[kind].columns and theirs != NO_COLUMN:
             readers = [name for name, rule in FORMATS.items() if ours in rule.columns]
-            what = f"columns names {theirs!r} for {ours!r}, and the rows are of the format {kind}, which reads none"
+            what = f"columns names {theirs!r} for {ours!r}, and the rows are of the format {kind}, which has no {ours}"
             hint = (
                 f"set the format of the data set, which may be {' or '.join(readers)}, and name its other columns too"
             )
