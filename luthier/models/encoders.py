@@ -23,6 +23,7 @@ from luthier.errors import ModelError
 from luthier.media import ENCODER_OUTPUTS, ItemFeatures, is_encoded
 from luthier.media.families import Family, MediaKind
 from luthier.media.files.decoding import Decoded, DecodedAudio, DecodedImage, DecodedVideo
+from luthier.media.geometry.videos import sampled_frames
 from luthier.media.processors.calling import join_features, merge_features
 from luthier.media.processors.processor import MediaProcessor
 from luthier.records import AudioHeader, ImageHeader, MediaHeader, VideoHeader
@@ -33,7 +34,8 @@ Value = TypeVar("Value")
 _ENCODERS = {"video": "get_video_features", "image": "get_image_features"}
 _TAKEN = ("pooler_output", "deepstack_features")  # what forward methods read of an encoder's output
 _UNREAD = {"last_hidden_state", "hidden_states", "attentions"}
-_PIXELS = ("pixel_values", "pixel_values_videos")  # what forward methods refuse beside computed features
+_PIXELS = "pixel_values"  # so begin the names of what forward methods refuse beside computed features
+_OLDER_NAMES = {"pixel_values_images": "pixel_values"}  # what Video-LLaVA's processor calls what its model takes
 _WITHOUT = "remove media.cache: the towers then run in each step"
 
 
@@ -65,8 +67,9 @@ class Encoders:
 
         Raises `ModelError` if pixels are left, or an encoder gives what cannot be told apart by item.
         """
+        outputs = {_OLDER_NAMES.get(name, name): value for name, value in outputs.items()}
         kind, taken = self._chosen(outputs)
-        if left := [name for name in _PIXELS if name in outputs and name not in taken]:
+        if left := [name for name in outputs if name.startswith(_PIXELS) and name not in taken]:
             raise ModelError(
                 f"media.cache: encoder_features: no encoder of {type(self.model).__name__} can be called with "
                 f"{' and '.join(left)} of a single item ({', '.join(sorted(outputs))})",
@@ -77,31 +80,38 @@ class Encoders:
         batch = merge_features(self.family, [taken])
         tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in batch.items()}
         with torch.no_grad():
-            given = self._run(kind, tensors)
+            encoded = self._run(kind, tensors)
         grids = {name for names in GRIDS.values() for name in names}
         return ItemFeatures(
             outputs={name: value for name, value in outputs.items() if name not in taken or name in grids},
-            encoded={f"{ENCODER_OUTPUTS}.{kind}.{name}": _array(value) for name, value in self._named(given)},
+            encoded={f"{ENCODER_OUTPUTS}.{kind}.{name}": _array(value) for name, value in encoded.items()},
         )
 
     def depends_on(self, item: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> list[str]:
         """Which of these parameters, by name, the features of an item (a batch of one) depend on."""
-        kind, taken = self._chosen(item)
+        kind, taken = self._chosen({_OLDER_NAMES.get(name, name): value for name, value in item.items()})
         if kind is None:
             return []
         with torch.enable_grad():
-            values = [value for _, value in self._named(self._run(kind, taken))]
-            total = torch.stack([value.float().sum() for value in values]).sum()
+            total = torch.stack([value.float().sum() for value in self._run(kind, taken).values()]).sum()
             if not total.requires_grad:
                 return []
             grads = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
         return [name for name, grad in zip(trained, grads, strict=True) if grad is not None]
 
-    def _run(self, kind: str, taken: Mapping[str, torch.Tensor]) -> Mapping[str, object]:
+    def _run(self, kind: str, taken: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         tensors = {name: value.to(self.device) for name, value in taken.items()}
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            given: Mapping[str, Any] = self._method(kind)(**tensors, return_dict=True)
-        return given
+        try:
+            with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+                return dict(self._named(self._method(kind)(**tensors, return_dict=True)))
+        except (RuntimeError, TypeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ModelError(
+                f"media.cache: encoder_features: the {kind} encoder of {type(self.model).__name__} does not give what "
+                f"can be kept of a single item: {error}",
+                hint=_WITHOUT,
+            ) from error
 
     def _method(self, kind: str) -> Callable[..., Any]:
         found: Callable[..., Any] = getattr(self.model, _ENCODERS[kind])
@@ -116,7 +126,7 @@ class Encoders:
                 p for p in inspect.signature(self._method(kind)).parameters.values() if p.kind is not p.VAR_KEYWORD
             ]
             needed = {parameter.name for parameter in plain if parameter.default is parameter.empty}
-            if needed and needed <= outputs.keys():
+            if (needed or {plain[0].name}) <= outputs.keys():
                 return kind, {p.name: outputs[p.name] for p in plain if p.name in outputs}
         return None, {}
 
@@ -190,21 +200,21 @@ TensorFeatures = Mapping[str, torch.Tensor]
 """What a family's processor makes of one item, a black picture or silence: keyword arguments of the model. Zeros would
 not do: some models take a picture of zeros for padding."""
 
-_SIDE, _FRAMES = 64, 4  # pixels, pictures
+_SIDE, _FRAMES = 112, 8  # pixels, of which some families want multiples of 28, and pictures
 
 
 def blank_features(processor: MediaProcessor) -> dict[str, TensorFeatures]:
-    """An item of each kind that has an encoder of its own: a small black picture (or video), a second of silence."""
+    """An item of each kind: a small black picture, a black video, a second of silence."""
     kinds = processor.kinds
     items: dict[str, tuple[MediaHeader, Decoded]] = {}
     if MediaKind.IMAGE in kinds:
         pixels = Image.new("RGB", (_SIDE, _SIDE))
         items["image"] = (ImageHeader(width=_SIDE, height=_SIDE), DecodedImage(pixels=pixels))
-    elif MediaKind.VIDEO in kinds:
-        frames = np.zeros((_FRAMES, _SIDE, _SIDE, 3), dtype=np.uint8)
-        chosen = tuple(range(_FRAMES))
-        seen = DecodedVideo(frames=frames, frame_indices=chosen, fps=2.0)
-        items["video"] = (VideoHeader(width=_SIDE, height=_SIDE, num_frames=_FRAMES, fps=2.0), seen)
+    if MediaKind.VIDEO in kinds:
+        header = VideoHeader(width=_SIDE, height=_SIDE, num_frames=_FRAMES, fps=2.0)
+        chosen = tuple(sampled_frames(processor.settings(MediaKind.VIDEO), header))
+        frames = np.zeros((len(chosen), _SIDE, _SIDE, 3), dtype=np.uint8)
+        items["video"] = (header, DecodedVideo(frames=frames, frame_indices=chosen, fps=header.fps))
     if MediaKind.AUDIO in kinds:
         rate = int(processor.settings(MediaKind.AUDIO)["sampling_rate"])
         heard = DecodedAudio(samples=np.zeros(rate, dtype=np.float32), sampling_rate=rate)

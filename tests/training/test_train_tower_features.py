@@ -26,6 +26,8 @@ from luthier.training.losses.tower_features import FOLDER
 from luthier.training.report import RunResult
 from luthier.training.report.events import Event, Note
 from tests.conftest import refused
+from tests.families_matrix.matrix_cases import CASES
+from tests.families_matrix.matrix_product import make_product
 from tests.media.media_files import image_file, picture
 from tests.training.test_train_media import config_of, losses, write_rows
 from tests.training.tiny_vlm_folders import write_vlm
@@ -173,6 +175,27 @@ def test_videos_have_features_of_their_own(folder_of: Callable[[str], Path], tmp
     names = {name for path in files_of(rows) for name in FeatureFiles(path.parents[1]).load(path).encoded}
     assert names == {f"mm_encoder_outputs.{kind}.pooler_output.0" for kind in ("image", "video")}
     assert len(files_of(rows)) == 6
+
+
+def test_two_towers_have_features_each_and_neither_may_be_trained(tmp_path: Path) -> None:
+    folder = make_product(CASES["video_llava"], tmp_path).folder
+    last = {"adapter__type": "freeze", "adapter__freeze_trainable_layers": 1, "model__random_init": True}
+    more = {**last, "train__packing": "none", "train__per_device_train_batch_size": 8}
+    pixels, _ = run(config_of(folder, folder / "rows.jsonl", tmp_path / "pixels", **more))
+    kept, _ = run(config_of(folder, folder / "rows.jsonl", tmp_path / "kept", **more, **CACHE))
+    assert losses(kept) == pytest.approx(losses(pixels), rel=1e-5)
+    for tower in ("image_tower", "video_tower"):
+        trained = {**more, "adapter__freeze_trainable_modules": [f"*{tower}*"]}
+        with pytest.raises(ModelError, match=rf"trained: model\.{tower}"):
+            run(config_of(folder, folder / "rows.jsonl", tmp_path / tower, **trained, **CACHE))
+
+
+@pytest.mark.parametrize(("family", "kind"), [("granite4_vision", "image"), ("kimi_k25", "video")])
+def test_an_encoder_that_fails_on_a_single_item_is_told(family: str, kind: str, tmp_path: Path) -> None:
+    folder = make_product(CASES[family], tmp_path).folder
+    more = {**LORA, "model__random_init": True, "data__max_length": 1024}
+    with refused(ModelError, f"{kind} encoder", "remove media.cache"):
+        run(config_of(folder, folder / "rows.jsonl", tmp_path / "run", **more, **CACHE))
 
 
 def test_what_is_missing_is_computed_and_nothing_else(folder_of: Callable[[str], Path], tmp_path: Path) -> None:

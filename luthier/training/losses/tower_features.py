@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,10 @@ def kept_features(work: TowerWork, tell: Callable[[str], None]) -> MediaInputs:
         work.plain, work.media.processor.family, device=work.device, autocast=AUTOCAST_DTYPES.get(work.precision)
     )
     with evaluating(work.plain):
-        _check_frozen(work, encoders)
         files = FeatureFiles(work.sides[0][0].prepared.store.folder / FOLDER / _digest(work))
         PartialState().wait_for_everyone()
         missing = _missing(work, files.keys())
+        _check_frozen(work, encoders, missing.kinds)
         if missing.items:
             _compute(work, encoders, missing, files, tell)
         PartialState().wait_for_everyone()
@@ -92,11 +92,13 @@ class _Missing:
 
     numbers  of each item among all that the run needs, in the order of their keys: every rank gives it the same
     tried    segments that hold some of them, those of several items first
+    kinds    ``image``, ``video``, ``audio``: those of all items that the run needs
     """
 
     items: Mapping[str, MediaItem]
     numbers: Mapping[str, int]
     tried: Sequence[Segment]
+    kinds: Set[str]
 
 
 class _InMemory(dict[str, ItemFeatures]):
@@ -113,6 +115,7 @@ _SEGMENTS_TRIED, _ITEMS_TRIED = 4, 8  # several, as files may have gone; few ite
 def _missing(work: TowerWork, there: set[str]) -> _Missing:
     items: dict[str, MediaItem] = {}
     needed_keys: set[str] = set()
+    kinds: set[str] = set()
     tried: list[Segment] = []
     for index, needed in work.sides:
         has_media = index.prepared.store.have_media(index.sample_ids[needed])
@@ -120,12 +123,13 @@ def _missing(work: TowerWork, there: set[str]) -> _Missing:
             segment = index[number]
             of_segment = {item_key(item.media, item.header): item for item in segment.media}
             needed_keys |= of_segment.keys()
+            kinds |= {type(item.media).__name__.lower() for item in segment.media}
             new = {key: item for key, item in of_segment.items() if key not in there}
             if new:
                 tried = sorted([*tried, segment], key=_rank)[:_SEGMENTS_TRIED]
             items |= new
     numbers = {key: number for number, key in enumerate(sorted(needed_keys)) if key in items}
-    return _Missing(items=items, numbers=numbers, tried=tried)
+    return _Missing(items=items, numbers=numbers, tried=tried, kinds=kinds)
 
 
 def _rank(segment: Segment) -> tuple[bool, int]:
@@ -179,10 +183,10 @@ def _check_room(folder: Path, size: int) -> None:
         )
 
 
-def _check_frozen(work: TowerWork, encoders: Encoders) -> None:
+def _check_frozen(work: TowerWork, encoders: Encoders, kinds: Set[str]) -> None:
     trained = {name: parameter for name, parameter in work.plain.named_parameters() if parameter.requires_grad}
-    for features in blank_features(work.media.processor).values():
-        if names := encoders.depends_on(features, trained):
+    for kind, features in blank_features(work.media.processor).items():
+        if kind in kinds and (names := encoders.depends_on(features, trained)):
             raise ModelError(
                 f"media.cache: encoder_features: features depend on parameters that are trained: {', '.join(names[:3])}"
                 + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
