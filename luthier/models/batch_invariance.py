@@ -202,6 +202,10 @@ class _Rows:
         self.shown_BN: torch.Tensor | None = None
         self.are_filled = self.are_blind = False  # whether there are fillings; rows without pictures
 
+    def __deepcopy__(self, memo: object) -> _Rows:
+        """Itself: a copy of a layer, as an adapter trains it, stands in the same model."""
+        return self
+
     def note(self, module: nn.Module, args: Arguments, kwargs: Inputs) -> None:
         """Which pictures are there: those that a token of the row looks at."""
         mask_BTNt = kwargs.get(MASK)

@@ -268,13 +268,15 @@ def test_transformers_own_layers_let_rows_see_the_fillings_of_their_batch(
 
 # peft reads a name that transformers has deprecated
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("whole", [None, ["layers.1"]])
 def test_rows_see_their_own_pictures_under_an_adapter_and_when_layers_run_again(
-    talks: dict[str, Sample], mllama_model: Any, mllama_inputs: MediaInputs
+    whole: list[str] | None, talks: dict[str, Sample], mllama_model: Any, mllama_inputs: MediaInputs
 ) -> None:
     model = hooked_copy(mllama_model)
     rows = [talks[""], talks["a"], talks["bc"]]
     batch = luthier.collate(rows, layout="padded", media=mllama_inputs)
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    targets = r".*self_attn\.q_proj" if whole else ["q_proj"]
+    adapted = get_peft_model(model, LoraConfig(target_modules=targets, init_lora_weights=False, modules_to_save=whole))
     found = adapted(**batch.model_inputs).logits
     for row, logits in zip(rows, found, strict=True):
         alone = adapted(**luthier.collate([row], layout="padded", media=mllama_inputs).model_inputs).logits[0]
