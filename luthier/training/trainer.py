@@ -46,7 +46,7 @@ from luthier.training.losses.verdicts import FeedbackLosses
 from luthier.training.optimizer import ON_METRIC, learning_rate, make_optimizer, make_scheduler, take_up_schedule
 from luthier.training.processes import check_finite
 from luthier.training.streams import EvalStream, TrainStream
-from luthier.training.updates import BackwardUpdates, activations_kept
+from luthier.training.updates import BackwardUpdates, LossScaler, activations_kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +100,7 @@ class Trainer:
             mixed_precision=args.mixed_precision,
             kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=args.ddp_find_unused_parameters)],
         )
+        self.accelerator.scaler = self.accelerator.scaler and LossScaler(args.device)
         # completions of other rows, by which feedback is compared, are measured and not learned
         learned = parts.losses.own if isinstance(parts.losses, FeedbackLosses) else None
         self.balance = RouterBalance(parts.losses.forward, learned)

@@ -148,6 +148,35 @@ class BackwardUpdates:
         weight.grad = None
 
 
+# ------------------------------------------------------------------------------------------------------ loss scaler
+
+
+class LossScaler(torch.amp.GradScaler):
+    """That of fp16, of which torch's refuses a step in which no weight has a gradient, as of text where only a tower is
+    trained. Such a step is taken as without a scaler."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device.type)
+        self.scale(torch.zeros((), device=device))  # a rank may get its first gradients from the others
+        self._has_seen = False
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        if _has_gradients(optimizer):
+            super().unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        self._has_seen = _has_gradients(optimizer)
+        return super().step(optimizer, *args, **kwargs) if self._has_seen else optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        if self._has_seen:
+            super().update(new_scale)
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(weight.grad is not None for group in optimizer.param_groups for weight in group["params"])
+
+
 # ---------------------------------------------------------------------------------------------------------- offload
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_models import tiny_model
@@ -35,6 +36,7 @@ from luthier.models import (
 from luthier.models.encoders import blank_features
 from luthier.models.model import LoadedModel, load_model
 from luthier.models.vocabulary import Vocabulary
+from luthier.training import trainer
 from tests.conftest import refused
 from tests.media.media_files import image_file, picture
 
@@ -262,8 +264,24 @@ def test_the_blank_of_a_processor_is_seen_by_its_model() -> None:
     assert bool(blank["image"]["pixel_values"].all())  # no zeros, which would be padding to some
 
 
-def test_a_step_of_words_alone_leaves_a_tower_as_it_is(tmp_path: Path) -> None:
+class ScaledOnCpu(Accelerator):
+    """As for fp16 on a GPU: its loss is scaled, and gradients are unscaled where they are clipped."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.scaler = torch.amp.GradScaler("cpu")
+
+    def unscale_gradients(self, optimizer: object = None) -> None:
+        for each in self._optimizers:
+            self.scaler.unscale_(each.optimizer)
+
+
+@pytest.mark.parametrize("accelerator", [Accelerator, ScaledOnCpu])
+def test_a_step_of_words_alone_leaves_a_tower_as_it_is(
+    accelerator: type[Accelerator], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither its momentum nor its weight decay goes on, as where it has no gradient at all."""
+    monkeypatch.setattr(trainer, "Accelerator", accelerator)
     (tmp_path / "a.png").write_bytes(image_file(picture(64, 64)))
     words = {"messages": [{"role": "user", "content": "say a"}, {"role": "assistant", "content": "red it is"}]}
     asked = {"role": "user", "content": "<image>what?"}
@@ -275,7 +293,7 @@ def test_a_step_of_words_alone_leaves_a_tower_as_it_is(tmp_path: Path) -> None:
         config = {
             "model": {"name_or_path": "preset:tiny-qwen3-vl"},
             "data": {"train": str(path), "max_length": 128, "store": str(tmp_path / "store"), "workers": 0},
-            "train": {"max_steps": 3, "per_device_train_batch_size": 1, "learning_rate": rate, "weight_decay": 0.5},
+            "train": {"max_steps": 3, "packing": "none", "learning_rate": rate, "weight_decay": 0.5},
             "adapter": {"type": "full", "train_parts": ["tower"]},
             "output": {"dir": str(tmp_path / name), "save_strategy": "no"},
             "runtime": {"device": "cpu"},
