@@ -115,7 +115,7 @@ def as_mistake(error: BaseException) -> BaseException:
         )
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return UserError(f"{error.strerror}: {error.filename or 'a pipe'}", hint="raise the limit: ulimit -n 4096")
-    if isinstance(error, FileNotFoundError) and error.filename is None:  # `os.getcwd`'s: other calls name a file
+    if isinstance(error, FileNotFoundError) and error.errno and error.filename is None:  # `os.getcwd`'s
         return UserError("the folder that this was started in is gone", hint="cd to one that is there")
     if not isinstance(error, ModuleNotFoundError):
         return error

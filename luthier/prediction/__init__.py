@@ -462,6 +462,7 @@ def evaluate_tasks(
     """
     if find_spec("lm_eval") is None:
         raise UserError("tasks need the package lm-eval, which is not installed", hint=install_hint("eval"))
+    from jinja2 import TemplateError
     from lm_eval.evaluator import simple_evaluate
 
     from luthier.prediction.harness import HarnessModel, named_tasks
@@ -470,18 +471,22 @@ def evaluate_tasks(
     opened = open_run(Path(run).expanduser(), overrides)
     engine = opened.engine(batch_size or opened.config.eval.per_device_eval_batch_size)
     model = HarnessModel(opened, engine)
-    found = simple_evaluate(
-        model=model,
-        tasks=tasks,
-        num_fewshot=options.num_fewshot,
-        limit=options.limit,
-        apply_chat_template=options.chat,
-        task_manager=manager,
-        log_samples=False,
-        random_seed=0,
-        numpy_random_seed=0,
-        torch_random_seed=0,
-    )
+    try:
+        found = simple_evaluate(
+            model=model,
+            tasks=tasks,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            apply_chat_template=options.chat,
+            task_manager=manager,
+            log_samples=False,
+            random_seed=0,
+            numpy_random_seed=0,
+            torch_random_seed=0,
+        )
+    except TemplateError as error:
+        hint = "compare doc_to_text, doc_to_target and doc_to_choice with the columns of the task's data"
+        raise UserError(f"a template of {', '.join(names)} cannot be filled in: {error}", hint=hint) from error
     told = {key: found[key] for key in _TOLD if key in found} | {"cut_prompts": model.num_cut}
     asked = {"tasks": names, "limit": options.limit, "num_fewshot": options.num_fewshot, "chat": options.chat}
     return {"luthier": __version__, "lm_eval": version("lm_eval"), "run": opened.digest, "asked": asked, **told}

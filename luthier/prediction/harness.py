@@ -25,43 +25,58 @@ from luthier.training.folder.artifacts import transformers_tokenizer
 
 DEFAULT_CONTEXT, DEFAULT_ANSWER = 2048, 256  # tokens, where neither the model nor the task says it; as lm-eval has them
 # a group may list its tasks on the line: ``task: [one, two]``
-_TASK_NAMES = [re.compile(rf"^{key}:[ \t]*[\"']?([^\s\"'#\[]+)", re.MULTILINE) for key in ("task", "group")]
+_NAMES = {key: re.compile(rf"^{key}:[ \t]*[\"']?([^\s\"'#\[]+)", re.MULTILINE) for key in ("task", "group")}
 
 
 def named_tasks(asked: Sequence[str]) -> tuple[TaskManager, list[str], list[Any]]:
     """What lm-eval reads tasks with, the names of what is asked for by name or YAML file, and these tasks and groups.
 
-    Raises `UserError` for a task that there is not, and for one that is asked for twice, which lm-eval refuses.
+    lm-eval knows the files of a folder by the names of their tasks alone, so a task's file is read by its path. Raises
+    `UserError` for a task that there is not, and for one that is asked for twice, which lm-eval refuses.
     """
     files = {name: Path(name).expanduser() for name in asked if name.endswith((".yaml", ".yml"))}
-    names = [_name_in(files[name]) if name in files else name for name in asked]
+    named = {name: _named_in(files[name]) if name in files else ("task", name) for name in dict.fromkeys(asked)}
     folders = sorted({str(path.parent) for path in files.values()})
-    manager = TaskManager(include_path=folders or None, include_defaults=len(files) < len(names))
-    if unknown := [name for name in names if name not in manager.task_index]:
+    manager = TaskManager(include_path=folders or None, include_defaults=len(files) < len(named))
+    if unknown := [name for name in named if name not in files and name not in manager.task_index]:
         hint = "name a task of lm-eval, or a YAML file of one"
         raise UserError(f"there is no task {', '.join(unknown)}", hint=hint)
     tasks: list[Any] = []
     asked_in: dict[str, str] = {}
-    for name in dict.fromkeys(names):
-        found = manager.load([name])
+    for source, (kind, name) in named.items():
+        if kind == "group":
+            _check_group(name, files[source], manager)
+        spec = str(files[source]) if source in files and kind == "task" else name
+        try:
+            found = manager.load([spec])
+        except Exception as error:  # noqa: BLE001 - a task's file, its data and its functions raise what they like
+            raise UserError(f"lm-eval cannot read the task {source}: {type(error).__name__}: {error}") from error
         group = found["groups"].get(name)
         tasks += found["tasks"].values() if group is None else [group]
         for task in found["tasks"]:
-            source = task if group is None else name
             if asked_in.setdefault(task, source) != source:
                 what = f"the task {task} is asked for twice, by {asked_in[task]} and by {source}"
                 raise UserError(what, hint="leave one of them out, or evaluate them in two commands")
-    return manager, names, tasks
+    return manager, [name for _, name in named.values()], tasks
 
 
-def _name_in(path: Path) -> str:
+def _named_in(path: Path) -> tuple[str, str]:
+    """``("task", name)`` or ``("group", name)``."""
     if not path.is_file():
         raise UserError(f"there is no {path}", hint="name a YAML file of a task, or a task that lm-eval knows")
     text = path.read_text(encoding="utf-8")
-    found = next((match for match in (pattern.search(text) for pattern in _TASK_NAMES) if match), None)
+    found = next(((key, match[1]) for key, pattern in _NAMES.items() if (match := pattern.search(text))), None)
     if found is None:
         raise UserError(f"{path} is no task of lm-eval: it names no task and no group")
-    return found[1]
+    return found
+
+
+def _check_group(name: str, path: Path, manager: TaskManager) -> None:
+    """Raises `UserError` where lm-eval knows another file, or none, by the name of this group."""
+    entry = manager.task_index.get(name)
+    if entry is None or entry.yaml_path is None or entry.yaml_path.resolve() != path.resolve():
+        known = "does not read it (is it YAML, and named .yaml?)" if entry is None else f"takes {entry.yaml_path} for it"
+        raise UserError(f"{path} is the group {name}, and lm-eval {known}", hint="give the group a name of its own")
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types

@@ -173,8 +173,26 @@ def test_a_file_of_a_group_is_evaluated_as_its_tasks(model: Path, tasks: dict[st
     group.write_text(f"group: tiny_group\ntask:{listed}\naggregate_metric_list: [{{metric: acc}}]\n")
     found = evaluate_tasks(model, TaskOptions(tasks=[str(group)], limit=2))["results"]
     assert found["tiny_group"]["acc,none"] == found["tiny_choose"]["acc,none"]
-    with refused(UserError, "tiny_choose", "tiny_group"):
+    with refused(UserError, "tiny_choose", "group.yaml"):
         evaluate_tasks(model, TaskOptions(tasks=[str(group), str(tasks["tiny_choose"])], limit=2))
+
+
+def test_a_file_is_its_own_task_whatever_other_files_beside_it_are_called(
+    model: Path, tasks: dict[str, Path], tmp_path: Path
+) -> None:
+    text = tasks["tiny_choose"].read_text()
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yml"
+    first.write_text(text)
+    second.write_text(text.replace("{metric: acc}, ", ""))
+    found = evaluate_tasks(model, TaskOptions(tasks=[str(second)], limit=2))["results"]["tiny_choose"]
+    assert "acc_norm,none" in found and "acc,none" not in found
+    with refused(UserError, "tiny_choose", "a.yaml", "b.yml"):
+        evaluate_tasks(model, TaskOptions(tasks=[str(first), str(second)], limit=2))
+    groups = [tmp_path / name for name in ("c.yaml", "d.yaml")]
+    for each in groups:
+        each.write_text("group: tiny_group\ntask: [tiny_choose]\n")
+    with refused(UserError, "d.yaml", "c.yaml"):
+        evaluate_tasks(model, TaskOptions(tasks=[str(groups[1])], limit=2))
 
 
 def test_what_an_engine_does_not_follow_is_refused(model: Path, run: TrainedRun, tmp_path: Path) -> None:
@@ -188,6 +206,19 @@ def test_what_an_engine_does_not_follow_is_refused(model: Path, run: TrainedRun,
         answering_task(run.settings, {**told, "frequency_penalty": 1.0})
     with refused(UserError, "no_such_task"):
         evaluate_tasks(model, TaskOptions(tasks=[str(tmp_path / "no_such_task.yaml")]))
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "told"),
+    [("{{q}}", "{{zz}}", "'zz'"), ("metric: acc}", "metric: zz}", "zz.yaml"), ("rows.jsonl", "none", "none")],
+)
+def test_a_task_that_cannot_be_read_is_told(
+    model: Path, tasks: dict[str, Path], tmp_path: Path, right: str, wrong: str, told: str
+) -> None:
+    file = tmp_path / "zz.yaml"
+    file.write_text(tasks["tiny_choose"].read_text().replace(right, wrong))
+    with refused(UserError, told):
+        evaluate_tasks(model, TaskOptions(tasks=[str(file)]))
 
 
 def test_the_command_writes_its_results(
