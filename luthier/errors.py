@@ -53,10 +53,15 @@ class UserError(LuthierError, ValueError):
         """The message behind the place of its key, if that is known: ``run.yaml:12 train.max_steps: …``."""
         if self.where is None:
             return self.message
-        return f"{self.where} {self.key}: {self.message.removeprefix(f'{self.key}: ')}"
+        return f"{self.where} {behind_key(self.key or '', self.message)}"
 
     def __str__(self) -> str:
         return self.placed if self.hint is None else f"{self.placed}\n  hint: {self.hint}"
+
+
+def behind_key(key: str, message: str) -> str:
+    """A message behind its key, or alone where it begins with the key or there is none."""
+    return message if message.startswith(key) else f"{key}: {message}"
 
 
 def first_line(error: BaseException) -> str:
@@ -93,7 +98,7 @@ class Problem:
     hint: str | None = None
 
     def __str__(self) -> str:
-        text = f"{self.where} {self.key}: {self.what}" if self.key else f"{self.where}: {self.what}"
+        text = f"{self.where} {behind_key(self.key, self.what)}" if self.key else f"{self.where}: {self.what}"
         return text if self.hint is None else f"{text} ({self.hint})"
 
 

@@ -14,7 +14,14 @@ from luthier.config.inputs import SourceConfig
 from luthier.errors import LuthierError, SourceError
 from luthier.records import Row, TargetRule, Tokenized
 from luthier.sources.formats import TAG_NAMES, Layout, build_tags, says_something
-from luthier.sources.formats.table import COLUMN_ALIASES, FORMATS, SAY_WHAT_IS_LEARNED, FormatRule, column_names
+from luthier.sources.formats.table import (
+    COLUMN_ALIASES,
+    FORMATS,
+    SAY_WHAT_IS_LEARNED,
+    TO_INSTRUCTION,
+    FormatRule,
+    column_names,
+)
 from luthier.writing import JsonObject, counted
 
 NOBODYS = "\0"  # a key, or a value, that nobody writes
@@ -48,10 +55,10 @@ def detect_layout(config: SourceConfig, rows: Sequence[Mapping[str, object]]) ->
     kind = config.format
     if kind is Format.AUTO:
         kind = _detect_format(config.path, rows, seen, given_columns, given_tags)
-        _check_read(config.path, given_columns, kind)
     if kind is Format.TEXT and "text" not in given_columns and "prompt" in given_columns:
         # how registries call the column of plain text
         given_columns = {("text" if name == "prompt" else name): column for name, column in given_columns.items()}
+    _check_read(config.path, given_columns, kind)
     if kind is Format.TOKENS:
         _check_tokens(config)
     rule = FORMATS[kind]
@@ -221,6 +228,8 @@ def _resolve_columns(rule: FormatRule, given: Mapping[str, str], seen: Iterable[
         if name in given:
             columns[name] = given[name]
             continue
+        if name == "query" and columns.get("prompt") == "instruction":
+            candidates = candidates or TO_INSTRUCTION
         free = [candidate for candidate in candidates if candidate not in taken]
         if free:
             columns[name] = next((candidate for candidate in free if candidate in seen), free[0])
@@ -278,15 +287,20 @@ def _check_given(path: str, given: Mapping[str, str], rows: Sequence[Mapping[str
 
 
 def _check_read(path: str, given: Mapping[str, str], kind: str) -> None:
-    """Raises `SourceError` for a column that the config names and rows of the format that was found do not have."""
+    """Raises `SourceError` for a column that the config names and rows of the format do not have, and for one that it
+    names for two of ours (but what is learned may also be what answers are judged by)."""
+    first: dict[str, str] = {}
     for ours, theirs in given.items():
+        if theirs != NO_COLUMN and ours != "expected" and (other := first.setdefault(theirs, ours)) != ours:
+            hint = f"name a column of its own for each, or say {ours}: {NO_COLUMN}"
+            raise SourceError(f"{path}: columns names {theirs!r} for both {other!r} and {ours!r}", hint=hint)
         if ours not in FORMATS[kind].columns and theirs != NO_COLUMN:
             readers = [name for name, rule in FORMATS.items() if ours in rule.columns]
             what = f"columns names {theirs!r} for {ours!r}, and the rows are of the format {kind}, which has no {ours}"
             hint = (
-                f"set the format of the data set, which may be {' or '.join(readers)}, and name its other columns too"
+                f"leave it out, or set the format of the data set, which may be {' or '.join(readers)}, and name its "
             )
-            raise SourceError(f"{path}: {what}", hint=hint)
+            raise SourceError(f"{path}: {what}", hint=f"{hint}other columns too")
 
 
 def _known(
@@ -301,6 +315,9 @@ def _known(
     """Names that exist, for those given. ``there`` are the columns of the file."""
     names = sorted(names)
     resolved = {aliases.get(name, name): value for name, value in given.items()}
+    if len(resolved) < len(given):
+        both = next([one, other] for one in given for other in given if one != other == aliases.get(one))
+        raise SourceError(f"{path}: {what}s has {' and '.join(both)}, which mean the same", hint="leave one out")
     for name in resolved:
         if name not in names:
             close = nearest_names(name, [*names, *aliases])

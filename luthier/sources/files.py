@@ -52,11 +52,16 @@ class Compression(StrEnum):
 
 def is_wide(start: bytes, kind: FileKind) -> bool:
     """Whether a file that begins so is UTF-16 or UTF-32: it has a mark, or its first character is ASCII, as that of all
-    JSON is, or its lines end beside a NUL and are no UTF-8."""
+    JSON is, or NULs stand beside its line ends: beside any of a text that is no UTF-8, beside each of one that is ASCII
+    (``"Привет\\n"`` in UTF-16 is)."""
     if start[:2] in (b"\xff\xfe", b"\xfe\xff") or (b"\0" in start[:2] and len(start) > 1):
         return True
-    ends_wide = kind not in (FileKind.JSON, FileKind.JSONL) and (b"\n\0" in start or b"\0\n" in start)
-    return ends_wide and "\ufffd" in start.decode("utf-8", "replace")[:-1]  # the last character may be cut
+    if kind in (FileKind.JSON, FileKind.JSONL) or b"\0" not in start:
+        return False
+    ends = max(start.count(b"\n\0"), start.count(b"\0\n"))
+    if start.isascii():
+        return ends == start.count(b"\n")
+    return ends > 0 and "\ufffd" in start.decode("utf-8", "replace")[:-1]  # the last character may be cut
 
 
 def open_compressed(path: str, compression: Compression) -> IO[bytes]:

@@ -119,9 +119,10 @@ def test_a_line_of_70_mb_is_passed_over_in_flat_memory(tmp_path: Path) -> None:
 def test_utf16_is_refused_with_the_way_out(tmp_path: Path, encoding: str) -> None:
     with pytest.raises(SourceError, match=r"iconv -f UTF-16"):
         rows_of(tmp_path / "rows.jsonl", GOOD.decode().encode(encoding))
-    text = "春眠不觉晓，处处闻啼鸟。\n中一丁\n".encode(encoding)  # it does not begin in ASCII
-    with pytest.raises(SourceError, match=r"iconv -f UTF-16"):
-        rows_of(tmp_path / "rows.txt", text)
+    # these do not begin in ASCII, and the last two are UTF-8, too
+    for text in ("春眠不觉晓，处处闻啼鸟。\n中一丁\n", "Привет\nмир\n", "Привет, мир"):
+        with pytest.raises(SourceError, match=r"iconv -f UTF-16"):
+            rows_of(tmp_path / "rows.txt", text.encode(encoding))
     assert [row.data for row in rows_of(tmp_path / "rows.txt", "晓\n\0一".encode()) if isinstance(row, RawRow)]
 
 

@@ -306,6 +306,33 @@ def test_a_column_that_rows_of_the_format_found_do_not_have_is_refused() -> None
         with pytest.raises(SourceError, match=r"'chosen' for 'response'") as caught:
             convert(PAIRS[3], columns=columns)
         assert "prompt_completion" in str(caught.value.hint)
+    for named, row, columns, told in (
+        (Format.ALPACA, {"instruction": "a", "output": "b", "m": [USER]}, {"messages": "m"}, "'m' for 'messages'"),
+        (Format.MESSAGES, {"messages": [USER, ASSISTANT], "q": "a"}, {"prompt": "q"}, "'q' for 'prompt'"),
+        (Format.TEXT, {"text": "a", "s": "b"}, {"system": "s"}, "'s' for 'system'"),
+        (Format.TEXT, {"text": "a"}, {"prompt": "text", "text": "text"}, "both 'prompt' and 'text'"),
+        (Format.AUTO, {"q": "a"}, {"prompt": "q", "response": "q"}, "both 'prompt' and 'response'"),
+        (Format.AUTO, {"q": "a", "r": "b", "s": "c"}, {"response": "r", "completion": "s"}, "completion.*the same"),
+    ):
+        with pytest.raises(SourceError, match=told):
+            convert(row, format=named, columns=columns)
+
+
+@pytest.mark.parametrize(
+    "answer", [{"completion": "b"}, {"chosen": "b", "rejected": "c"}, {}, {"completion": "b", "label": True}]
+)
+def test_an_input_belongs_to_an_instruction_and_a_history_to_any_prompt(answer: dict[str, object]) -> None:
+    rest = {"input": "x", "history": [["q", "r"]], **answer}
+
+    def prompt_of(row: dict[str, object], **told: object) -> list[str]:
+        found = convert(row, **told)
+        messages = found.messages if isinstance(found, Conversation) else found.prompt
+        return [message.text for message in messages][:3]
+
+    assert prompt_of({"prompt": "a", **rest}) == ["q", "r", "a"]
+    assert prompt_of({"prompt": "a", **rest}, columns={"query": "input"}) == ["q", "r", "a\nx"]
+    alpaca = {"output" if name == "completion" else name: value for name, value in rest.items()}
+    assert prompt_of({"instruction": "a", **alpaca}) == ["q", "r", "a\nx"]
 
 
 def test_feedback_rows_have_a_prompt_or_messages() -> None:

@@ -30,7 +30,7 @@ _NO_LIMIT = 131_072  # tokens, where `max_length: null` asks for no limit and th
 _MOST_FILES = 10_000  # of a folder that one is looked for in
 _JSON, _CELLS, _TABLES = {".json", ".jsonl", ".ndjson"}, {".csv": ",", ".tsv": "\t"}, {".parquet"}
 _SAY_NOTHING = {  # to TRL: our columns by the kind of rows
-    "text": {"weight"}, "messages": {"system", "weight"}, "prompt_completion": {"system", "weight"},
+    "text": {"weight"}, "messages": {"system", "weight"}, "prompt_completion": {"history", "system", "weight"},
     "feedback": {"history", "query", "system", "weight"}, "preference": {"history", "query", "system", "weight"},
 }  # fmt: skip
 _FOUND_AS = {"query": {"input"}, "system": {"system", "system_prompt"}, "weight": {"weight", "loss_weight"}}

@@ -371,7 +371,9 @@ _PAIR = {
     "margin": ("margin",),
 }
 _ANSWERED = {**_SHARED, **_LOSS, **_PAIR, "kto_tag": ("kto_tag",)}  # by a conversation, a pair or with a verdict
-_ALPACA = {"prompt": ("instruction",), "query": ("input", "context"), "history": ("history",)}
+_TO_PROMPT: Mapping[str, tuple[str, ...]] = {"query": (), "history": ("history",)}
+# What belongs to an instruction. A prompt or question is often written out, beside the input that it was made of.
+TO_INSTRUCTION = ("input", "context")
 
 _ROWS: Mapping[str, FormatRule] = {
     Format.SHAREGPT: FormatRule(
@@ -387,13 +389,20 @@ _ROWS: Mapping[str, FormatRule] = {
         convert=convert_messages,
     ),
     Format.ALPACA: FormatRule(
-        columns={**_ALPACA, "response": ("output", "response"), **_ANSWERED},
+        columns={
+            "prompt": ("instruction",),
+            **_TO_PROMPT,
+            "query": TO_INSTRUCTION,
+            "response": ("output", "response"),
+            **_ANSWERED,
+        },
         needs=(("prompt", "response"), ("prompt", "chosen", "rejected")),
         convert=convert_alpaca,
     ),
     Format.PROMPT_COMPLETION: FormatRule(
         columns={
             "prompt": ("prompt", "question"),
+            **_TO_PROMPT,
             "response": ("completion", "response", "answer"),
             **_SHARED,
             **_LOSS,
@@ -404,8 +413,7 @@ _ROWS: Mapping[str, FormatRule] = {
     Format.PROMPT: FormatRule(  # the run draws answers itself; what else a row has is for what judges them
         columns={
             "prompt": ("prompt", "question", "problem", "instruction"),
-            "query": ("input",),
-            "history": ("history",),
+            **_TO_PROMPT,
             **_SHARED,
             **_WEIGHT,
         },
@@ -416,8 +424,7 @@ _ROWS: Mapping[str, FormatRule] = {
         columns={
             "messages": ("conversations", "messages"),
             "prompt": ("prompt", "instruction", "question"),
-            "query": ("input",),
-            "history": ("history",),
+            **_TO_PROMPT,
             **_SHARED,
             **_WEIGHT,
             **_PAIR,
@@ -429,8 +436,7 @@ _ROWS: Mapping[str, FormatRule] = {
         columns={
             "messages": ("messages", "conversations"),
             "prompt": ("prompt", "instruction", "question"),
-            "query": ("input",),
-            "history": ("history",),
+            **_TO_PROMPT,
             "response": ("completion", "response", "output"),
             "kto_tag": ("label", "kto_tag"),
             **_SHARED,
