@@ -92,7 +92,7 @@ def _registry(draft: Draft) -> Iterator[Problem]:
     data = draft.config.data
     for key, names in (("data.use", data.use), ("data.eval_use", data.eval_use)):
         if names and data.registry is None:
-            what = f"{draft.cite(key)} names entries of a registry, and data.registry is not given"
+            what = "these are entries of a registry, and data.registry is not given"
             yield draft.problem(key, what, "add data.registry: dataset_info.json, or name files in data.train")
     if data.use_weights and len(data.use_weights) != len(data.use):
         what = (
@@ -101,7 +101,7 @@ def _registry(draft: Draft) -> Iterator[Problem]:
         )
         yield draft.problem("data.use_weights", what, "write one weight for each, or remove the key")
     if data.registry is not None and not data.use and not data.eval_use:
-        what = f"{draft.cite('data.registry')} is given, but neither data.use nor data.eval_use names an entry of it"
+        what = "neither data.use nor data.eval_use names an entry of it"
         yield draft.problem("data.registry", what, "add data.use: [NAME], or remove the registry")
 
 
@@ -335,7 +335,7 @@ def _optimizer(draft: Draft) -> Iterator[Problem]:
     for name, what, hint in row.faults(train.optim_args):
         yield draft.problem(f"train.optim_args.{name}", what, hint)
     if row.whole_weights and adapter.type.is_beside:
-        what = f"{cited}, made for whole weights, and {draft.cite('adapter.type')} trains small matrices beside them"
+        what = f"{train.optim} is made for whole weights, and {draft.cite('adapter.type')} trains small matrices beside them"
         yield draft.problem("train.optim", what, "set train.optim: adamw_torch, or adapter.type: full")
     if not row.in_backward:
         return

@@ -75,7 +75,9 @@ def _check_group(name: str, path: Path, manager: TaskManager) -> None:
     """Raises `UserError` where lm-eval knows another file, or none, by the name of this group."""
     entry = manager.task_index.get(name)
     if entry is None or entry.yaml_path is None or entry.yaml_path.resolve() != path.resolve():
-        known = "does not read it (is it YAML, and named .yaml?)" if entry is None else f"takes {entry.yaml_path} for it"
+        known = (
+            "does not read it (is it YAML, and named .yaml?)" if entry is None else f"takes {entry.yaml_path} for it"
+        )
         raise UserError(f"{path} is the group {name}, and lm-eval {known}", hint="give the group a name of its own")
 
 
