@@ -49,7 +49,7 @@ def named_tasks(asked: Sequence[str]) -> tuple[TaskManager, list[str], list[Any]
         spec = str(files[source]) if source in files and kind == "task" else name
         try:
             found = manager.load([spec])
-        except Exception as error:  # noqa: BLE001 - a task's file, its data and its functions raise what they like
+        except Exception as error:  # a task's file, its data and its functions raise what they like
             raise UserError(f"lm-eval cannot read the task {source}: {type(error).__name__}: {error}") from error
         group = found["groups"].get(name)
         tasks += found["tasks"].values() if group is None else [group]
