@@ -365,15 +365,16 @@ _LOSS = {"train_on": ("train_on",), "continue_final_message": ("continue_final_m
 # What judges drawn answers takes it for the right answer. Where nobody names it, `Reading` knows the usual names.
 _EXPECTED: Mapping[str, tuple[str, ...]] = {"expected": ()}
 _SHARED = {"system": ("system", "system_prompt"), "tools": ("tools", "functions"), **_MEDIA, **_EXPECTED}
+_TO_PROMPT: Mapping[str, tuple[str, ...]] = {"query": (), "history": ("history",)}
+# What belongs to an instruction. A prompt or question is often written out, beside the input that it was made of.
+TO_INSTRUCTION = ("input", "context")
+_ASKED = {**_TO_PROMPT, **_SHARED, **_WEIGHT}
 _PAIR = {
     "chosen": ("chosen", "chosen_messages", "chosen_response"),
     "rejected": ("rejected", "rejected_messages", "rejected_response"),
     "margin": ("margin",),
 }
 _ANSWERED = {**_SHARED, **_LOSS, **_PAIR, "kto_tag": ("kto_tag",)}  # by a conversation, a pair or with a verdict
-_TO_PROMPT: Mapping[str, tuple[str, ...]] = {"query": (), "history": ("history",)}
-# What belongs to an instruction. A prompt or question is often written out, beside the input that it was made of.
-TO_INSTRUCTION = ("input", "context")
 
 _ROWS: Mapping[str, FormatRule] = {
     Format.SHAREGPT: FormatRule(
@@ -413,9 +414,7 @@ _ROWS: Mapping[str, FormatRule] = {
     Format.PROMPT: FormatRule(  # the run draws answers itself; what else a row has is for what judges them
         columns={
             "prompt": ("prompt", "question", "problem", "instruction"),
-            **_TO_PROMPT,
-            **_SHARED,
-            **_WEIGHT,
+            **_ASKED,
         },
         needs=(("prompt",),),
         convert=lambda reading: reading.conversation(reading.prompt()),
@@ -424,9 +423,7 @@ _ROWS: Mapping[str, FormatRule] = {
         columns={
             "messages": ("conversations", "messages"),
             "prompt": ("prompt", "instruction", "question"),
-            **_TO_PROMPT,
-            **_SHARED,
-            **_WEIGHT,
+            **_ASKED,
             **_PAIR,
         },
         needs=(("chosen", "rejected"), ("messages", "rejected")),
@@ -436,11 +433,9 @@ _ROWS: Mapping[str, FormatRule] = {
         columns={
             "messages": ("messages", "conversations"),
             "prompt": ("prompt", "instruction", "question"),
-            **_TO_PROMPT,
+            **_ASKED,
             "response": ("completion", "response", "output"),
             "kto_tag": ("label", "kto_tag"),
-            **_SHARED,
-            **_WEIGHT,
         },
         needs=(("messages", "kto_tag"), ("prompt", "response", "kto_tag")),
         convert=convert_feedback,
