@@ -321,7 +321,7 @@ class StreamPlan:
         order = self.order.epoch(before.epoch)
         self._planner = EpochPlanner(self.rows, self.settings, order, epoch=before.epoch, place=before.place)
         self._incomplete_step: Planned | None = None  # micro-batches, of occurrences, that are in no complete step
-        self._waiting = stream_state.waiting_in(self._planner, None)
+        self._waiting = stream_state.waiting_in(self._planner)
 
     def _plan_window(self) -> None:
         """Plan until some steps are complete, or the epoch is over."""
@@ -370,7 +370,7 @@ class StreamPlan:
             is_whole_epoch=planner.is_over and before.place is None and before is self._newest_restart,
             counted=(0, before.taken),
         )
-        self._waiting = stream_state.waiting_in(planner, self._incomplete_step)
+        self._waiting = stream_state.waiting_in(planner)
         if not len(window):
             self._end_epoch_at_newest(planner)
             return

@@ -262,7 +262,7 @@ class StepWindow:
 
     planned   their micro-batches, of segments;  ``bounds``: int64[n + 1], of the steps in micro-batches
     used      int64[S], how many rows each member uses up;  ``upto``: int64[n], how many are used up after each step
-    waiting   int64[w, 2], position and ordinal of the segments taken from the order that no step had had before
+    waiting   int64[w, 2], position and ordinal of the segments taken from the order that no micro-batch had had before
     position  how many rows of the order are taken with this window
     restart   where a run that goes on from one of these steps begins
     """
@@ -309,19 +309,15 @@ def count_taken(rows: NumberedRows, settings: PlanSettings, window: StepWindow, 
     return count_by_source(table.source_ids, len(rows.weights), heads=heads, lengths=lengths, targets=targets)
 
 
-def waiting_in(planner: EpochPlanner, open_: Planned | None) -> Ints:
-    """int64[w, 2]: position and ordinal of the segments that a planner has taken and that are in no complete step;
-    ``open_`` are the micro-batches of the next one."""
-    members = planner.held_back()
-    if open_ is not None:
-        of_open = open_.segment_ids if open_.starts is None else open_.segment_ids[open_.starts == 0]
-        members = np.concatenate([members, of_open])
-    table = planner.occurrences[members]
+def waiting_in(planner: EpochPlanner) -> Ints:
+    """int64[w, 2]: position and ordinal of the segments that a planner has taken and that are in no micro-batch."""
+    table = planner.occurrences[planner.held_back()]
     return np.stack([table["position"], table["ordinal"].astype(np.int64)], axis=1)
 
 
 def rows_seen_before(rows: NumberedRows, order: RowOrder, window: StepWindow) -> NDArray[np.bool_]:
-    """Which rows, by number, the steps before a window have seen a segment of."""
+    """Which rows, by number, the micro-batches before those planned with a window have a segment of. Its first step has
+    all of them that no step before has."""
     seen = np.zeros(order.num_rows, dtype=np.bool_)
     for epoch in range(window.before.epoch):
         whole = order.epoch(epoch)

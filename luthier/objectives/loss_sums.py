@@ -384,10 +384,10 @@ def _measures(scores: PairScores, row: Loss, beta: float) -> Measures:
 def _rewards(scores: PairScores, row: Loss, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
     """What the loss takes for the answers' rewards: beta times log-ratios, or per-token log-probabilities (SimPO)."""
     if row.reference:
-        return beta * scores.chosen_ratios_P.detach(), beta * scores.rejected_ratios_P.detach()
+        return beta * scores.chosen_ratios_P, beta * scores.rejected_ratios_P
     if row.per_token:
-        return beta * scores.chosen_mean_P.detach(), beta * scores.rejected_mean_P.detach()
-    return beta * scores.chosen_P.detach(), beta * scores.rejected_P.detach()
+        return beta * scores.chosen_mean_P, beta * scores.rejected_mean_P
+    return beta * scores.chosen_P, beta * scores.rejected_P
 
 
 # --------------------------------------------------------------------------------------------------------------------

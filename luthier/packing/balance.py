@@ -169,7 +169,7 @@ class Balancer:
         num_groups = len(chosen) // size
         if size == 1 or not num_groups:
             return chosen
-        num_portions = max(1, round(num_groups / at_once))
+        num_portions = round(num_groups / at_once)
         portion = np.repeat(np.arange(num_groups, dtype=np.int64) * num_portions // num_groups, size)
         by_cost = chosen[np.lexsort((costs[chosen], portion))]
         return by_cost.reshape(num_groups, size)[rng.permutation(num_groups)].reshape(-1)

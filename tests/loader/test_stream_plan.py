@@ -110,6 +110,7 @@ def plan_of(
     shared: bool = False,
     state: LoaderState | None = None,
     arrive_anyhow: bool = False,
+    packing: Packing = Packing.WINDOW,
 ) -> StreamPlan:
     settings = ArrivalSettings(
         counts=(num_rows,),
@@ -124,7 +125,7 @@ def plan_of(
     arriving = np.random.Generator(np.random.PCG64(1)).permutation(num_rows) if arrive_anyhow or weight != 1 else first
     rows = ArrivingRows(portions(arriving, sizes or [num_rows], store, lost), store, settings, held_out=held_out)
     plan = PlanSettings(
-        packing=Packing.WINDOW,
+        packing=packing,
         capacity=CAPACITY,
         micro_batches_per_step=4,
         num_ranks=ranks,
@@ -255,6 +256,13 @@ def test_half_an_epoch_is_half_of_the_rows(store: SampleStore) -> None:
     assert NUM_ROWS / 2 <= rows < NUM_ROWS / 2 + 60
 
 
+def test_a_part_of_an_epoch_ends_with_the_step_that_uses_up_its_rows(store: SampleStore) -> None:
+    whole = plan_of(store, num_epochs=1)
+    for number in range(1, 7):  # steps of the first three windows, the last ones among them
+        end = whole.epoch_after(number) - 0.5 / NUM_ROWS
+        assert len(all_rows(plan_of(store, num_epochs=end))) == number
+
+
 def test_few_rows_are_planned_exactly(store: SampleStore) -> None:
     plan = plan_of(store, num_rows=100, num_epochs=1)
     assert plan.is_exact and plan.horizon == len(all_rows(plan))
@@ -355,9 +363,12 @@ def test_a_run_that_goes_on_plans_nothing_of_what_came_before(
     assert jumped > 3
 
 
+@pytest.mark.parametrize("packing", [Packing.WINDOW, Packing.SPLIT])
 @pytest.mark.parametrize("weight", [1.0, 0.4, 1.5])
-def test_the_rows_of_finished_steps_are_those_that_their_segments_are_of(trees: SampleStore, weight: float) -> None:
-    plan = plan_of(trees, weight=weight, lost=frozenset(range(0, 300, 7)))
+def test_the_rows_of_finished_steps_are_those_that_their_segments_are_of(
+    trees: SampleStore, weight: float, packing: Packing
+) -> None:
+    plan = plan_of(trees, weight=weight, lost=frozenset(range(0, 300, 7)), packing=packing)
     seen: set[int] = set()
     step = 0
     while plan.step(step) is not None:

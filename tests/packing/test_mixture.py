@@ -100,16 +100,19 @@ def test_temperature_flattens_the_sizes():
         assert np.mean(sources_of(order, sizes) == 1) == pytest.approx(share, rel=0.03)
 
 
-def test_shares_of_tokens_count_what_a_row_holds():
+@pytest.mark.parametrize(("temperature", "share"), [(None, 0.75), (1, 3 / (3 + 9)), (2, 3 / (3 + 3))])
+def test_shares_of_tokens_count_what_a_row_holds(temperature, share):
     sizes, means = [3000, 3000], np.array([100.0, 900.0])
-    sources = sources_of(order_of(sizes, mixture(3, 1, by=MixtureBy.TOKENS), tokens_per_row=means), sizes)
-    tokens = np.bincount(sources) * means
-    assert tokens[0] / tokens.sum() == pytest.approx(0.75, abs=0.001)
+    mixed = mixture(3, 1, by=MixtureBy.TOKENS, temperature=temperature)
+    tokens = np.bincount(sources_of(order_of(sizes, mixed, tokens_per_row=means), sizes)) * means
+    assert tokens[0] / tokens.sum() == pytest.approx(share, abs=0.001)
 
 
-def test_a_source_without_rows_can_have_no_share():
+def test_a_source_without_rows_or_tokens_can_have_no_share():
     with pytest.raises(UserError, match="source 1 has 0 rows"):
         order_of([10, 0], mixture(1, 1))
+    with pytest.raises(UserError, match="source 1 has 10 rows of 0 tokens"):
+        order_of([10, 10], mixture(1, 1, by=MixtureBy.TOKENS), tokens_per_row=[5, 0])
     assert len(order_of([10, 0], mixture(1, 1, by=MixtureBy.EPOCHS))) == 10
 
 
