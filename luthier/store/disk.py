@@ -78,11 +78,11 @@ class Disk:
             return path.exists()
 
     def names(self, folder: Path) -> list[str]:
-        """What is in a folder, unfinished files left out; nothing if there is no such folder. Raises `StoreError`."""
+        """What is in a folder, unfinished files too; nothing if there is no such folder. Raises `StoreError`."""
         with reported(folder, doing="read"):
             self.before("list", folder)
             try:
-                return [name for name in os.listdir(folder) if not name.startswith(TEMPORARY)]
+                return os.listdir(folder)
             except (FileNotFoundError, NotADirectoryError):
                 return []
 

@@ -67,7 +67,7 @@ class Shard:
 
     def read(self, number: int, address: Address) -> Sample:
         """The sample; its arrays are read-only. Raises `StoreError` if its bytes are damaged."""
-        mapped, index = self._parts or self._open()
+        mapped, index = self._open()
         start, stop = index.payload_bounds[number : number + 2].tolist()
         payload = mapped[start:stop]
         checksum = int(index.checksums[number])

@@ -391,8 +391,9 @@ def test_progress_accounts_for_every_row(tmp_path, make_config, monkeypatch):
     monkeypatch.setattr(resolver, "PORTION_ROWS", 4)
     rows = write(tmp_path / "rows.jsonl", [line("!x" if n % 5 == 0 else f"row {n}") for n in range(10)])
     reports = []
-    prepare(make_config(rows), LetterEncoder(), on_progress=reports.append)
+    prepared = prepare(make_config(rows), LetterEncoder(), on_progress=reports.append)
     assert [report.read for report in reports] == [4, 8, 10]
+    assert reports[-1].num_tokens == sum(len(sample.input_ids) for sample in prepared.train) > 0
     assert all(report.encoded + report.reused + report.lost == report.read for report in reports)
     assert (reports[-1].encoded, reports[-1].lost, reports[-1].source) == (8, 2, str(rows))
 

@@ -121,6 +121,15 @@ def test_all_ways_to_a_stream_give_the_same_batches(size: str, eval_split: int, 
         assert held[0] == held[1] and 0 < len(before.eval) <= 5
 
 
+def test_rows_to_hold_out_are_looked_for_until_all_rows_are_tried(tmp_path: Path) -> None:
+    config = config_of(tmp_path, SIZES["tiny"], eval_split=5, max_drop=0.99)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n" * 7 + rows.read_text(encoding="utf-8").partition("\n")[0], encoding="utf-8")
+    data = arriving_data(config, tmp_path / "cold")
+    assert data.eval is not None and (len(data.eval), len(data.rows)) == (1, 0)
+    assert data.eval.ledger.read == 8 and data.rows.ledger.notes == {"held_out": 1}
+
+
 def test_workers_show_and_the_loader_have_the_same_batches(tmp_path: Path) -> None:
     config = config_of(tmp_path, SIZES["large"])
     data = prepared_data(config)

@@ -115,14 +115,14 @@ def test_answers_that_are_judged_at_their_last_token_keep_it(tmp_path: Path, ove
 
 
 def test_other_policies_drop_stop_or_refuse(tmp_path: Path) -> None:
-    rows = stored(tmp_path, [compared_sample(n, 20, [10, 5], turns=(3, 8)) for n in range(3)])
+    rows = stored(tmp_path, [compared_sample(n, 20, [10 if n else 4, 5], turns=(3, 8)) for n in range(3)])
 
     def index(overflow: Overflow, max_length: int = 25, units: UnitKind = UnitKind.PAIRS) -> SegmentIndex:
         return SegmentIndex(rows, max_length=max_length, overflow=overflow, units=units)
 
-    assert len(index(Overflow.DROP)) == 0 and index(Overflow.DROP).ledger.dropped == {"too_long": 3}
+    assert len(index(Overflow.DROP)) == 2 and index(Overflow.DROP).ledger.dropped == {"too_long": 2}
     assert len(index(Overflow.DROP, max_length=30)) == 6
-    with refused(UserError, "rows.jsonl:1", "30"):
+    with refused(UserError, "rows.jsonl:2", "30"):
         index(Overflow.ERROR)
     with pytest.raises(UserError, match="never cut"):
         index(Overflow.SPLIT)

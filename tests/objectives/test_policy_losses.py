@@ -329,6 +329,16 @@ def test_weights_outside_of_their_bounds_are_truncated_or_masked() -> None:
     }
 
 
+@pytest.mark.parametrize(("kind", "expected"), [
+    (Advantage.LEAVE_ONE_OUT, [10 - 3 + 4, 10 - 3 + 4, 20 - 4 + 3]),
+    (Advantage.REWARD, [10 - 3, 10 - 2, 20 - 4]),
+])  # fmt: skip
+def test_kl_in_the_reward_is_taken_off_what_an_answer_or_target_brings(kind: Advantage, expected: list[int]) -> None:
+    answers, kl_K = torch.tensor([10.0, 20.0]), torch.tensor([1.0, 2.0, 4.0])
+    found = without_kl(answers, kl_K, kind, torch.tensor([0, 0, 1]), torch.tensor([0, 0]))
+    assert found.tolist() == expected
+
+
 def test_an_answer_alone_is_compared_with_none() -> None:
     of_S, one = torch.zeros(1, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
     kl_K = torch.ones(3, dtype=torch.float64)
