@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,13 @@ import torch
 import transformers as hf
 
 import luthier
-from luthier.collation import CollateSettings, MediaInputs, lay_out
+from luthier.collation import CollateSettings, MediaInputs, _contexts, lay_out
 from luthier.collation.collator import collate_trees, media_inputs, paths_of_row
 from luthier.layout import held_of_leaves, tree_of_runs
 from luthier.media.files import decoding
 from luthier.models import model_needs, set_text_attention
 from luthier.models.isolation import choose_isolation
-from luthier.records import Pack, Sample, Segment, Unit
+from luthier.records import Branch, Pack, Sample, Segment, Unit
 from tests.media.media_files import image_file, picture
 from tests.media.tiny_folder import TEMPLATE, write_folder
 
@@ -263,3 +264,9 @@ def words_alone(seed: int) -> Segment:
     """For a trial of the model."""
     ids = np.random.default_rng(seed).integers(5, 95, 40, dtype=np.int32)
     return Segment(input_ids=ids, target=np.zeros(40, np.bool_))
+
+
+def test_pictures_below_a_branch_with_pictures_belong_to_it() -> None:
+    branches = [Branch(parent=parent, length=length) for parent, length in ((-1, 4), (0, 3), (1, 5), (0, 2))]
+    items: Any = tuple(SimpleNamespace(start=start) for start in (5, 8, 12))
+    assert _contexts(items, branches) == [items[:2], items[2:]]

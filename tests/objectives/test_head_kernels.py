@@ -242,8 +242,9 @@ def test_what_a_kernel_cannot_do_is_done_by_the_chunks() -> None:
         mine.loss_sum.backward()
         scores = [token_scores(other[0], one, other[2]) for one in (other[1], replace(other[1], kernel=None))]
         assert torch.equal(scores[0].logps_K, scores[1].logps_K)
-    with pytest.raises(AssertionError, match="the kernel was asked"):  # control
-        hidden_loss_sum(hidden, head, ids)
+    for asked in ((hidden, head, ids), case(Untouched(), scale=0.5)):  # control
+        with pytest.raises(AssertionError, match="the kernel was asked"):
+            hidden_loss_sum(*asked)
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
