@@ -205,8 +205,11 @@ def test_tables_print_in_eighty_columns(prepared: tuple[RunConfig, Prepared]) ->
     plan = made(config, data)
     console = Console(width=80, record=True, file=StringIO())
     console.print(plan_table(plan))
-    console.print(stats_table(stats(data.train, split="train", max_length=64)))
+    found = stats(data.train, split="train", max_length=64)
+    moved = tuple(replace(row, address=f"/a/{'long ' * 12}/{row.address}") for row in found.longest)
+    console.print(stats_table(replace(found, longest=moved)))
     text = console.export_text()
+    assert "/a/long" not in text and all(row.address in text for row in found.longest)
     for number in (plan.train.tokens, plan.train.targets, plan.train.epoch.packs):
         assert f"{number:,}" in text
     assert "too_long" in text

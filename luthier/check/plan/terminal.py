@@ -212,8 +212,8 @@ def _step_notes(plan: RunPlan) -> Iterator[str]:
 
 def _longest(rows: Sequence[LongRow]) -> Table:
     table = plain_table(Column("tokens", justify="right"), Column("targets", justify="right"), "row")
-    for row in rows:
-        table.add_row(f"{row.tokens:,}", f"{row.targets:,}", Text(row.address))
+    for name, row in zip(_short_names([row.address for row in rows]), rows, strict=True):
+        table.add_row(f"{row.tokens:,}", f"{row.targets:,}", Text(name))
     return table
 
 
