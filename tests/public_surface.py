@@ -31,7 +31,7 @@ _MADE_BY = {"Reading", "Tokenizer"}  # what functions make, so that their own ar
 def _told(name: str) -> list[str]:
     found = getattr(luthier, name)
     if not inspect.isclass(found):
-        return [f"def {name}{inspect.signature(found)}" if inspect.isfunction(found) else f"{name} = {found}"]
+        return [f"def {name}{inspect.signature(found)}" if inspect.isfunction(found) else f"{name} = {_plainly(found)}"]
     bases = ", ".join(base.__name__ for base in found.__bases__ if base is not object)
     head = f"class {name}({bases})" if issubclass(found, Exception) else f"class {name}"
     if name in HANDLES:
@@ -42,6 +42,11 @@ def _told(name: str) -> list[str]:
     if hasattr(found, "model_fields"):
         return [f"{head}: {', '.join(found.model_fields)}"]
     return [head, *_methods(found)]
+
+
+def _plainly(found: object) -> str:
+    """As Python 3.11 and 3.12 name its classes, of which 3.13 tells the private module."""
+    return str(found).replace("pathlib._local.", "pathlib.")
 
 
 def _methods(found: type) -> list[str]:

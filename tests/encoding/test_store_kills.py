@@ -23,7 +23,16 @@ def run_program(what, folder, cycles, processes):
 
 def start_program(what, folder, cycles, processes):
     environment = {**os.environ, "PYTHONPATH": str(Path(luthier.__file__).parents[1])}
-    command = [sys.executable, str(PROGRAM), what, str(folder), str(cycles), str(processes)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore::DeprecationWarning",
+        str(PROGRAM),
+        what,
+        str(folder),
+        str(cycles),
+        str(processes),
+    ]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG_SECONDS, check=False)
 
 

@@ -112,7 +112,7 @@ def test_a_large_row_is_put_aside_where_a_small_one_stops_the_run() -> None:
     assert refused.value.reason == "template_limit"
     assert template.render(ROW) == "sono"
     tool: dict[str, object] = {}
-    for _ in range(3_000):
+    for _ in range(100_000):
         tool = {"of": tool}
     with pytest.raises(RowError) as refused:  # tools that are too deep to be measured
         template.render(large, [tool])
