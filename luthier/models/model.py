@@ -480,7 +480,8 @@ def _made_of(generating: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """``Qwen2_5_VLForConditionalGeneration`` -> ``Qwen2_5_VLForSequenceClassification``."""
     plain = next(each for each in generating.__mro__[1:] if issubclass(each, PreTrainedModel))
     name = generating.__name__.partition("For")[0]
-    members = {"__module__": __name__, "from_config": classmethod(_from_config)}
+    # of a class that is not its own transformers renames no weights by the kind of model
+    members = {"__module__": generating.__module__, "from_config": classmethod(_from_config)}
     made: type[PreTrainedModel] = type(
         f"{name}ForSequenceClassification", (GenericForSequenceClassification, plain), members
     )

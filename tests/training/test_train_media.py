@@ -18,6 +18,8 @@ from luthier.preparation.prepare import prepare
 from luthier.training.fit import fit
 from luthier.training.folder.run_folder import LOST_FILE
 from luthier.training.report import RunResult
+from tests.families_matrix.matrix_cases import CASES
+from tests.families_matrix.tiny_settings import Vocabulary
 from tests.media.media_files import image_file, picture
 from tests.media.tiny_folder import write_folder
 
@@ -187,3 +189,16 @@ def test_every_objective_takes_rows_with_pictures(objective: str, folder: Path, 
         saved = result.path / result.model_dir
         model = reward_class(hf.AutoConfig.from_pretrained(saved)).from_pretrained(saved)
         assert model.score.out_features == 1 and type(model).__name__ == "Qwen2_5_VLForSequenceClassification"
+
+
+@pytest.mark.parametrize("name", ["paddleocr_vl", "hunyuan_vl", "step3p7", "hyperclovax_vision_v2", "inkling2"])
+def test_a_reward_model_has_the_weights_whose_names_in_files_go_by_the_kind_of_model(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    tokenizer = case.processor().tokenizer
+    words = Vocabulary(size=len(tokenizer), number=tokenizer.convert_tokens_to_ids)
+    generating: Any = hf.AutoModelForImageTextToText.from_config(case.config(words))
+    generating.save_pretrained(tmp_path)
+    rewarding = reward_class(generating.config).from_pretrained(tmp_path)
+    found, expected = rewarding.state_dict(), generating.state_dict()
+    assert found.keys() - expected.keys() == {"score.weight"}
+    assert all(torch.equal(weight, expected[key]) for key, weight in found.items() if key in expected)
