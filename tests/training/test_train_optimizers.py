@@ -247,6 +247,19 @@ def test_badam_trains_one_layer_at_a_time_as_adamw_that_begins_anew() -> None:
     assert not any(weight.requires_grad for weight in model.model.layers[1].parameters())
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_badam_trains_no_layer_that_is_frozen(ends: bool) -> None:
+    model = _model()
+    before = copy.deepcopy(model.model.layers)
+    model.model.layers[1].requires_grad_(False)
+    _steps(model, _made(model, "badam", switch_every=1, ends=ends), range(3))
+    same = [
+        all(torch.equal(*pair) for pair in zip(layer.parameters(), now.parameters(), strict=True))
+        for layer, now in zip(before, model.model.layers, strict=True)
+    ]
+    assert same == [False, True]
+
+
 def test_badam_trains_the_rest_as_a_block_of_its_own_where_that_is_asked_for() -> None:
     model = _model()
     before = model.model.embed_tokens.weight.clone()
