@@ -187,6 +187,20 @@ def test_bfloat16_is_as_near_as_its_products_are(case):
     torch.testing.assert_close(gradient.double(), close, rtol=0.05, atol=0.1)
 
 
+def test_gradients_of_a_head_in_16_bits_are_summed_over_chunks_in_32(case, monkeypatch):
+    _, weight, bias, _ = (tensor.detach().bfloat16() if tensor.is_floating_point() else tensor for tensor in case)
+    many = 400 * K
+    hidden, ids = torch.ones(many, D).bfloat16(), torch.randint(0, V, (many,))
+    gradients = []
+    for chunk_rows in (5, many):
+        monkeypatch.setattr(head, "CHUNK_ELEMENTS", chunk_rows * V)
+        trained = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+        scores = token_scores(hidden, Head(weight_VD=trained[0], bias_V=trained[1]), ids)
+        gradients.append(torch.autograd.grad(scores.logps_K.sum(), trained))
+    for chunked, whole in zip(*gradients, strict=True):  # in 16 bits the chunks behind the first hundred would vanish
+        torch.testing.assert_close(chunked, whole, rtol=2**-6, atol=float(whole.abs().max()) * 2**-8)
+
+
 def test_autocast_decides_the_type_of_the_products(case):
     hidden, weight, _, ids = (tensor.detach() if tensor.is_floating_point() else tensor for tensor in case)
     with torch.autocast("cpu", torch.bfloat16):
