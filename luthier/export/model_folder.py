@@ -34,8 +34,8 @@ from luthier.export.quantizing import (
     quantized_form,
 )
 from luthier.media.processors.processor import said_options
-from luthier.models.adapter_files import existing_settings, give_back_freed, leave_files, leaving_files, merge_adapter
-from luthier.models.quantized import dequantized, is_quantized, rounds_inputs
+from luthier.models.adapter_files import existing_settings, give_back_freed, merge_adapter
+from luthier.models.quantized import dequantized, is_quantized, leave_files, leaving_files, rounds_inputs
 from luthier.prediction import TrainedRun, open_run
 from luthier.training.folder import FILES, reported
 from luthier.training.folder.artifacts import given_beside, merged_card, plain_tokenizer, save_model

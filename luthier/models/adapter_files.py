@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -41,11 +40,10 @@ from luthier.config.adapters import MUTATING
 from luthier.config.choices import AdapterType
 from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
-from luthier.models.quantized import dequantized, is_quantized
+from luthier.models.quantized import dequantized, is_quantized, page_out
 from luthier.writing import counted, write_text
 
 _IS_OF_ADAPTER = re.compile(r"\.(lora|oft|vera)_")  # not a module that is saved whole, nor an embedding beside it
-_MADV_PAGEOUT = 21  # Linux 5.4. It loses nothing: a page that is asked for again is read again
 _DIGEST = "digest.txt"
 _HEADS = ("classifier", "score")  # what PEFT adds to the modules of a model that judges
 
@@ -106,7 +104,7 @@ def check_existing(section: AdapterConfig, source: str) -> PeftConfig:
 def continue_adapter(model: PreTrainedModel, section: AdapterConfig, source: str) -> PeftModel:
     settings = check_existing(section, source)
     try:
-        with quiet_peft():
+        with quiet_peft(source):
             if _has_other_task(model, settings):  # what else is trained, the head of a reward model, begins anew
                 adapted = shape_existing(model, section, source)
                 state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
@@ -116,6 +114,7 @@ def continue_adapter(model: PreTrainedModel, section: AdapterConfig, source: str
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"adapter.name_or_path {source!r} does not fit the model: {error}") from error
     _check_fit(adapted, source)
+    set_matrices(adapted, load_peft_weights(source, device="cpu"))
     return adapted
 
 
@@ -123,7 +122,7 @@ def load_to_answer(model: PreTrainedModel | PeftModel, source: str, name: str = 
     """The model with the adapter in a folder, not to be trained, beside those that it has. Raises `ModelError` for one
     that does not fit."""
     try:
-        with quiet_peft():
+        with quiet_peft(source):
             if isinstance(model, PeftModel):
                 adapted = model
                 adapted.load_adapter(source, adapter_name=name)
@@ -132,6 +131,7 @@ def load_to_answer(model: PreTrainedModel | PeftModel, source: str, name: str = 
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"the adapter in {source} does not fit its base: {error}") from error
     _check_fit(adapted, source, "the adapter", name=name)
+    set_matrices(adapted, load_peft_weights(source, device="cpu"), name)
     return adapted
 
 
@@ -164,9 +164,10 @@ def merge_first(model: PreTrainedModel, section: AdapterConfig) -> PreTrainedMod
     for index, source in enumerate(section.merge_first):
         key = f"adapter.merge_first[{index}]"
         try:
-            with quiet_peft():
+            with quiet_peft(source):
                 adapted = PeftModel.from_pretrained(model, source, config=_to_merge(model, source, key))
             _check_fit(adapted, source, key)
+            set_matrices(adapted, load_peft_weights(source, device="cpu"))
             model = merge_adapter(adapted)
         except (OSError, ValueError, RuntimeError, SafetensorError, AttributeError, NotImplementedError) as error:
             raise ModelError(f"{key} {source!r} cannot be merged: {error}") from error
@@ -203,7 +204,9 @@ def merge_adapter(model: PeftModel, dtype: torch.dtype | None = None) -> PreTrai
             model.save_pretrained(folder, save_embedding_layers=saves_embeddings(model))
             base = dequantized(_without_rows(model.unload()))
             give_back_freed()
-            model = PeftModel.from_pretrained(base, folder)
+            with quiet_peft(folder):
+                model = PeftModel.from_pretrained(base, folder)
+            set_matrices(model, load_peft_weights(folder, device="cpu"))
     _take_in_rows(model)
     _untie(model)
     _merge_layers(model, dtype)
@@ -284,41 +287,7 @@ def _leave_in_file(weight: torch.Tensor) -> None:
     start = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (weight.data_ptr() + weight.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if weight.device.type == "cpu" and end > start:
-        _page_out(start, end - start)
-
-
-def _page_out(start: int, num_bytes: int) -> None:
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), _MADV_PAGEOUT)
-
-
-def leave_files() -> None:
-    """Take the pages of all memory-mapped files of weights out of memory. What was quantized as it was read is asked
-    for no more, but its pages would stay as long as anything of the same file is in use, such as a norm."""
-    with suppress(OSError):  # other systems have no such list
-        for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.endswith(".safetensors"):
-                start, end = (int(place, 16) for place in line.split(maxsplit=1)[0].split("-"))
-                _page_out(start, end - start)
-
-
-@contextmanager
-def leaving_files(every: float = 0.5) -> Iterator[None]:
-    """Do so ``every`` so many seconds, while a model is quantized as it is read: else its whole files are resident in
-    the end, beside what was made of them."""
-    is_read = Event()
-
-    def leave() -> None:
-        while not is_read.wait(every):
-            leave_files()
-
-    thread = Thread(target=leave, name="leave-files", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_read.set()
-        thread.join()
+        page_out(start, end - start)
 
 
 def give_back_freed(*, cycles: bool = False) -> None:
@@ -473,6 +442,18 @@ def _check_fit(adapted: PeftModel, source: str, key: str = "adapter.name_or_path
             )
 
 
+@torch.no_grad()
+def set_matrices(adapted: PeftModel, weights: Mapping[str, torch.Tensor], name: str = "default") -> None:
+    """Give an adapter's matrices what a file has under their own names. PEFT, which loads them before, takes those of
+    some models (DeepSeek-OCR 2) for names in files of their base, renames them, and leaves the matrices as they were.
+    """
+    with quiet_peft():
+        own = get_peft_model_state_dict(adapted, adapter_name=name, save_embedding_layers=False)
+    for key in own.keys() & weights.keys():
+        if _IS_OF_ADAPTER.search(key):
+            own[key].copy_(weights[key])
+
+
 def _misfit(source: str, why: str, key: str = "adapter.name_or_path") -> ModelError:
     return ModelError(
         f"{key} {source!r} does not fit the model: {why}",
@@ -482,13 +463,16 @@ def _misfit(source: str, why: str, key: str = "adapter.name_or_path") -> ModelEr
 
 
 @contextmanager
-def quiet_peft() -> Iterator[None]:
+def quiet_peft(source: str | Path | None = None) -> Iterator[None]:
     """Silence eight warnings of PEFT: of how EVA could need less memory; of a property that transformers has renamed,
     though both names say the same; of mutated base weights, which are converted as the warning advises, and that PEFT's
     own conversion could not take all of them; of an adapted embedding that is saved whole; of its own settings for
     fused experts, which it applies, but looks for among modules only; of layers of GPT-2's kind, for which it sets what
-    they need; and of a layer whose weight is another's, too, which `merge_adapter` gives one of its own."""
+    they need; and of a layer whose weight is another's, too, which `merge_adapter` gives one of its own. Also of
+    matrices that PEFT misses in ``source``, if that is a folder: `_check_fit` and `set_matrices` see to them."""
     with warnings.catch_warnings():
+        if source is not None and (Path(source).expanduser() / SAFETENSORS_WEIGHTS_NAME).is_file():
+            warnings.filterwarnings("ignore", message="Found missing adapter keys", category=UserWarning)
         warnings.filterwarnings("ignore", message="The following .*_pattern keys did not", category=RuntimeWarning)
         warnings.filterwarnings("ignore", message="lora with eva initialization used with", category=UserWarning)
         warnings.filterwarnings("ignore", message="Using Rank-Stabilized LoRA with rank_pattern", category=UserWarning)

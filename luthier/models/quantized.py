@@ -7,10 +7,14 @@ The embedding, the output layer and norms keep all their bits, and so do experts
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -43,6 +47,7 @@ _OF_BITSANDBYTES = ("Linear4bit", "Linear8bitLt")
 _PACKED = ("awq", "gptq")  # gptqmodel's layers, which have no `weight`
 _BLOCK, _BLOCK_OF_SCALES = 64, 256  # of bitsandbytes' 4 bits
 _INT4_GROUP = 128  # weights that share a scale in torchao's int4
+_MADV_PAGEOUT = 21  # Linux 5.4. It loses nothing: a page that is asked for again is read again
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -444,3 +449,38 @@ def quantization_note(model: PreTrainedModel) -> str:
         f"{counted(len(quantized) + len(packed_layers(model)), 'linear layer')} quantized, {share:.0%} of the weights"
     )
     return f"{layers}; all weights take {after:,.1f} MiB instead of {before:,.1f}"
+
+
+def page_out(start: int, num_bytes: int) -> None:
+    """Take pages of a memory-mapped file, at an address, out of memory."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), _MADV_PAGEOUT)
+
+
+def leave_files() -> None:
+    """Take the pages of all memory-mapped files of weights out of memory. What was quantized as it was read is asked
+    for no more, but its pages would stay as long as anything of the same file is in use, such as a norm."""
+    with suppress(OSError):  # other systems have no such list
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.endswith(".safetensors"):
+                start, end = (int(place, 16) for place in line.split(maxsplit=1)[0].split("-"))
+                page_out(start, end - start)
+
+
+@contextmanager
+def leaving_files(every: float = 0.5) -> Iterator[None]:
+    """Do so ``every`` so many seconds, while a model is quantized as it is read: else its whole files are resident in
+    the end, beside what was made of them."""
+    is_read = Event()
+
+    def leave() -> None:
+        while not is_read.wait(every):
+            leave_files()
+
+    thread = Thread(target=leave, name="leave-files", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_read.set()
+        thread.join()

@@ -34,7 +34,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from luthier.config.choices import Sharding
 from luthier.errors import CheckpointError, ModelError, UserError
 from luthier.models import is_multimodal, output_layer, plain_model, unsharded_class
-from luthier.models.adapter_files import saves_embeddings
+from luthier.models.adapter_files import saves_embeddings, set_matrices
 from luthier.models.adapters import decoder_layers
 from luthier.writing import counted
 
@@ -355,6 +355,7 @@ def _restore_adapter(model: PeftModel, checkpoint: Path) -> None:
             hint=_HINT,
         )
     set_peft_model_state_dict(model, saved)
+    set_matrices(model, saved)
 
 
 # ---- The decoder layers of a model, compiled: one after the other, each a graph of its own, the same for all of a kind

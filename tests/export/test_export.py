@@ -810,7 +810,7 @@ LEAVING = """
 import re, sys, threading, time, torch
 from pathlib import Path
 from safetensors.torch import load_file
-from luthier.models.adapter_files import leave_files, leaving_files
+from luthier.models.quantized import leave_files, leaving_files
 
 def resident():
     return int(re.search(r"RssFile:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024

@@ -30,6 +30,8 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LagunaConfig,
+    LagunaForCausalLM,
     Mamba2Config,
     Mamba2ForCausalLM,
     PreTrainedModel,
@@ -44,6 +46,7 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
 from luthier.models import adapter_files, adapters
 from luthier.models.routers import choose_experts
+from luthier.models.sharding import restore_weights
 from luthier.training import fit as fit_module
 from luthier.training.fit import fit_data
 from luthier.training.report import RunResult
@@ -400,6 +403,39 @@ def test_an_adapter_that_is_gone_on_from_has_the_losses_and_the_weights_of_peft_
     for each in settings:
         each.pop("base_model_name_or_path"), each["target_modules"].sort()
     assert settings[0] == settings[1]
+
+
+@pytest.mark.filterwarnings(
+    PEFT_NOISE, "ignore:Found missing adapter keys:UserWarning"
+)  # of what PEFT sets in a resume
+def test_matrices_whose_names_peft_takes_for_those_of_the_base_s_files_are_loaded_wherever_an_adapter_is(
+    tmp_path: Path,
+) -> None:
+    size = {"hidden_size": 32, "head_dim": 16, "num_hidden_layers": 2, "moe_intermediate_size": 16, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2}
+    config = LagunaConfig(**size, **heads, intermediate_size=48, shared_expert_intermediate_size=16)
+    torch.manual_seed(0)
+    base = LagunaForCausalLM(config).eval()
+
+    def copied() -> PreTrainedModel:
+        made = LagunaForCausalLM(config).eval()
+        made.load_state_dict(base.state_dict())
+        return made
+
+    targets = ["q_proj", "gate_proj", "up_proj", "down_proj"]  # those of the shared experts are what PEFT renames
+    trained = get_peft_model(copied(), LoraConfig(r=2, target_modules=targets, init_lora_weights=False)).eval()
+    adapter_files.save_adapter(trained, tmp_path)
+    restored = get_peft_model(copied(), LoraConfig(r=2, target_modules=targets)).eval()
+    restore_weights(restored, tmp_path)
+    section = AdapterConfig(type=AdapterType.LORA, name_or_path=str(tmp_path), merge_first=[str(tmp_path)])
+    wanted = trained(IDS % 64).logits
+    for found in (
+        restored,
+        adapter_files.load_to_answer(copied(), str(tmp_path)),
+        adapter_files.continue_adapter(copied(), section, str(tmp_path)).eval(),
+        adapter_files.merge_first(copied(), section),
+    ):
+        torch.testing.assert_close(found(IDS % 64).logits, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_ranks_and_scales_by_pattern_are_those_of_peft() -> None:
