@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -84,6 +85,36 @@ def read_past(model: nn.Module) -> list[str]:
     weight is no matrix to multiply by.
     """
     return _linear_children(model, _children_read)
+
+
+def unlike_linear(model: nn.Module) -> list[str]:
+    """Names of the linear layers of a model's own classes that give something else than a linear layer: the routers of
+    Llama 4 and PhiMoE give the experts that they choose, and DeepSeek V4's attention has an output in groups. There is
+    no adapter beside them and no quantized layer in their place.
+    """
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name, module in linear if not _gives_what_linear_gives(module)]
+
+
+def _gives_what_linear_gives(layer: nn.Linear) -> bool:
+    kind = type(layer)
+    if kind.forward is nn.Linear.forward or not kind.__module__.startswith(_OF_MODELS):
+        return True
+    rows = 3
+    try:
+        with torch.device("meta"), torch.no_grad():
+            weights = {name: torch.empty(weight.shape, dtype=weight.dtype) for name, weight in layer.named_parameters()}
+            rows_RD = torch.empty(rows, layer.in_features, dtype=layer.weight.dtype)
+            given = torch.func.functional_call(layer, weights, (rows_RD,))
+    except (RuntimeError, IndexError, NotImplementedError):  # rows of another form are meant
+        return False
+    return isinstance(given, torch.Tensor) and given.shape == (rows, layer.out_features)
+
+
+_OF_MODELS = (
+    "transformers.models.",
+    "transformers_modules.",
+)  # not layers of quantizers, which are linear in their way
 
 
 def cast_to(model: nn.Module) -> list[str]:

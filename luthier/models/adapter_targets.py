@@ -19,7 +19,7 @@ from luthier.config.adapters import FROM_BASE_AND_ROWS, REGEX
 from luthier.config.choices import AdapterType
 from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
-from luthier.models import ModelParts, find_parts, output_layer, read_past
+from luthier.models import ModelParts, find_parts, output_layer, read_past, unlike_linear
 from luthier.models.quantized import packed_layers
 from luthier.models.routers import router_names
 
@@ -42,9 +42,11 @@ def left_out(model: PreTrainedModel, section: AdapterConfig) -> list[str]:
     is_all = section.type is AdapterType.LORA and section.target_modules == [ALL_LINEAR]
     of_rows = "token_adapter"  # PEFT's own module for the rows of new tokens in an output layer
     uncalled = [name for name in unheard if parts.of(name) in section.train_parts and of_rows not in name]
+    unlike = [name for name in unlike_linear(model) if is_all and parts.of(name) in section.train_parts]
     found = {
         "experts in one tensor: adapter.target_parameters names them": experts if is_all else [],
         "the model takes their weights without calling these layers": uncalled,
+        "they give something else than a linear layer": unlike,
         "PEFT takes their names for the experts of a layer, and adapts no quantized weight beside these": unknown,
     }
     return [f"{', '.join(collapse(names))} ({why})" for why, names in found.items() if names]
@@ -52,7 +54,7 @@ def left_out(model: PreTrainedModel, section: AdapterConfig) -> list[str]:
 
 def _linear_modules(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) -> list[str]:
     found = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D | nn.Embedding)}
-    found |= packed_layers(model).keys()
+    found = (found | packed_layers(model).keys()) - set(unlike_linear(model))
     return [name for name, _ in model.named_modules() if name in found and parts.of(name) in section.train_parts]
 
 
@@ -163,7 +165,8 @@ def excluded(model: PreTrainedModel, section: AdapterConfig, parts: ModelParts) 
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     routers = [] if section.train_routers else [re.escape(name) for name in frozen_routers(model) if name in linear]
     outside = parts.outside(model, section.train_parts)
-    return "|".join([*([] if outside is None else [outside]), *routers, *map(re.escape, read_past(model))]) or None
+    unfit = [re.escape(name) for name in (*read_past(model), *unlike_linear(model))]
+    return "|".join([*([] if outside is None else [outside]), *routers, *unfit]) or None
 
 
 # ------------------------------------------------------------------------------------------------------- experts

@@ -30,7 +30,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from luthier.config.choices import QuantizationType
 from luthier.config.inputs import QuantizationConfig
 from luthier.errors import ModelError, first_line
-from luthier.models import cast_to, read_past
+from luthier.models import cast_to, read_past, unlike_linear
 from luthier.models.routers import router_names
 from luthier.writing import JsonObject, counted
 
@@ -89,7 +89,10 @@ def kept_modules(model: PreTrainedModel, section: QuantizationConfig, trained: I
     a token to other experts, those whose weights the model reads past them, those by whose weights it chooses the type
     of what it gives them, those that the user names, and those that are ``trained`` as a whole."""
     by_transformers = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
-    ours = [*router_names(model), *map(re.escape, (*read_past(model), *cast_to(model), *section.skip_modules))]
+    ours = [
+        *router_names(model),
+        *map(re.escape, (*read_past(model), *unlike_linear(model), *cast_to(model), *section.skip_modules)),
+    ]
     return list(dict.fromkeys([*by_transformers, *ours, *trained]))
 
 

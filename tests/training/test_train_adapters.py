@@ -28,12 +28,18 @@ from tiny_recurrent import RECURRENT_MODELS
 from tiny_runs import losses_by_hand, make_config, make_data, make_segments, padded_batch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LagunaConfig,
     LagunaForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     Mamba2Config,
     Mamba2ForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -41,10 +47,12 @@ from transformers import (
 )
 
 from luthier.config.choices import AdapterType
+from luthier.config.inputs import QuantizationConfig
 from luthier.config.schema import AdapterConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
-from luthier.models import adapter_files, adapters
+from luthier.models import adapter_files, adapter_targets, adapters
+from luthier.models.quantized import kept_modules
 from luthier.models.routers import choose_experts
 from luthier.models.sharding import restore_weights
 from luthier.training import fit as fit_module
@@ -349,6 +357,43 @@ def test_experts_in_one_tensor_are_refused_where_an_adapter_begins_from_the_weig
     )
     with pytest.raises(ModelError, match="init_lora_weights pissa"):
         adapters.apply_adapter(cast(Any, tiny_model("qwen3_moe")), section)
+
+
+def _with_unlike_layers(name: str) -> tuple[PreTrainedModel, str]:
+    size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    match name:
+        case "llama4":
+            experts = {"num_local_experts": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 1}
+            config = Llama4TextConfig(**size, **heads, **experts, head_dim=16)
+            return Llama4ForCausalLM(config), "model.layers.N.feed_forward.router"
+        case "phimoe":
+            moe = PhimoeConfig(**size, **heads, num_local_experts=4)
+            return PhimoeForCausalLM(moe), "model.layers.N.mlp.router"
+    latent = {"q_lora_rank": 16, "o_lora_rank": 16, "head_dim": 32, "index_head_dim": 16, "index_n_heads": 2}
+    experts = {"n_routed_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    deepseek = DeepseekV4Config(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, o_groups=2, num_attention_heads=4, **latent, **experts
+    )
+    return DeepseekV4ForCausalLM(deepseek), "model.layers.N.self_attn.o_a_proj"
+
+
+@pytest.mark.parametrize("name", ["llama4", "phimoe", "deepseek_v4"])
+def test_layers_that_are_linear_by_name_alone_get_no_adapter_and_are_not_quantized(name: str) -> None:
+    model, unlike = _with_unlike_layers(name)
+    kept = kept_modules(model, QuantizationConfig())
+    expected = model.eval()(IDS % 64).logits
+    section = AdapterConfig(type=AdapterType.LORA)
+    adapted = adapters.apply_adapter(model, section)
+    torch.testing.assert_close(adapted.eval()(IDS % 64).logits, expected)
+    told = adapter_targets.left_out(model, section)
+    assert any(unlike in each and each.endswith("(they give something else than a linear layer)") for each in told)
+    assert any(unlike.rpartition(".")[2] in each for each in kept)
+    pattern = unlike.rpartition(".")[2]
+    refused = AdapterConfig(type=AdapterType.LORA, target_modules=[pattern])
+    with pytest.raises(ModelError, match=f"no linear module matches '{pattern}'"):
+        adapters.apply_adapter(_with_unlike_layers(name)[0], refused)
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
