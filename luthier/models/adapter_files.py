@@ -34,6 +34,7 @@ from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from luthier.config.adapters import MUTATING
@@ -449,9 +450,12 @@ def set_matrices(adapted: PeftModel, weights: Mapping[str, torch.Tensor], name: 
     """
     with quiet_peft():
         own = get_peft_model_state_dict(adapted, adapter_name=name, save_embedding_layers=False)
-    for key in own.keys() & weights.keys():
-        if _IS_OF_ADAPTER.search(key):
-            own[key].copy_(weights[key])
+    for key, matrix in own.items():
+        if key in weights and _IS_OF_ADAPTER.search(key):
+            value = weights[key].to(matrix.device)
+            if isinstance(matrix, DTensor):  # sharded; each rank has read the whole file
+                value = distribute_tensor(value, matrix.device_mesh, matrix.placements, src_data_rank=None)
+            matrix.copy_(value)
 
 
 def _misfit(source: str, why: str, key: str = "adapter.name_or_path") -> ModelError:
