@@ -335,7 +335,8 @@ def _optimizer(draft: Draft) -> Iterator[Problem]:
     for name, what, hint in row.faults(train.optim_args):
         yield draft.problem(f"train.optim_args.{name}", what, hint)
     if row.whole_weights and adapter.type.is_beside:
-        what = f"{train.optim} is made for whole weights, and {draft.cite('adapter.type')} trains small ones beside"
+        kind = draft.cite("adapter.type")
+        what = f"{train.optim} is made for whole weights, and {kind} trains small matrices beside them"
         yield draft.problem("train.optim", what, "set train.optim: adamw_torch, or adapter.type: full")
     if not row.in_backward:
         return

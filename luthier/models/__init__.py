@@ -87,6 +87,9 @@ def read_past(model: nn.Module) -> list[str]:
     return _linear_children(model, _children_read)
 
 
+_OF_MODELS = ("transformers.models.", "transformers_modules.")  # not layers of quantizers
+
+
 def unlike_linear(model: nn.Module) -> list[str]:
     """Names of the linear layers of a model's own classes that give something else than a linear layer: the routers of
     Llama 4 and PhiMoE give the experts that they choose, and DeepSeek V4's attention has an output in groups. There is
@@ -109,12 +112,6 @@ def _gives_what_linear_gives(layer: nn.Linear) -> bool:
     except (RuntimeError, IndexError, NotImplementedError):  # rows of another form are meant
         return False
     return isinstance(given, torch.Tensor) and given.shape == (rows, layer.out_features)
-
-
-_OF_MODELS = (
-    "transformers.models.",
-    "transformers_modules.",
-)  # not layers of quantizers, which are linear in their way
 
 
 def cast_to(model: nn.Module) -> list[str]:
