@@ -6,15 +6,20 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tiny_quantized import write_base
 from tiny_rows import epoch_steps, run_data
 from tiny_runs import TINY, make_config
 
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
+from luthier.models.model import load_model
+from luthier.models.passes import ModelPass
+from luthier.models.vocabulary import Vocabulary
 from luthier.records import Batch
 from luthier.training.fit import fit_data
 from luthier.training.losses import references
@@ -212,6 +217,23 @@ def test_only_rows_that_the_steps_will_see_are_scored(
     # what is planned for the first steps does not depend on how many there are
     assert _losses(more)[0] == pytest.approx(_losses(whole)[0], rel=1e-6)
     assert len(more.steps) == 4 and _losses(more)[3] < CHANCE
+
+
+@pytest.mark.parametrize("how", ["nf4", "int8", "torchao_int8", "torchao_fp8"])
+def test_a_table_of_a_quantized_model_is_of_its_scales_too(tmp_path: Path, tokenizer: Tokenizer, how: str) -> None:
+    """With weights twice as large a model has the same numbers of few bits, and other log-probabilities."""
+    base, twice = write_base(tmp_path / "base", tokenizer), write_base(tmp_path / "twice", tokenizer)
+    weights = load_file(base / "model.safetensors")
+    save_file({name: weight * (1 + name.endswith("_proj.weight")) for name, weight in weights.items()},
+              twice / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+
+    def held(folder: Path) -> list[tuple[str, bytes]]:
+        section = {"name_or_path": str(folder), "quantization": how}
+        model = load_model(make_config(tmp_path, model=section, adapter="lora"), Vocabulary.of(tokenizer)).model
+        reference = ReferenceModel(model=model, forward=cast(ModelPass, None))
+        return [(name, bytes(values)) for name, values in references.weights_of(reference)]
+
+    assert held(base) == held(base) != held(twice)
 
 
 def test_a_damaged_table_is_computed_again(run: Run, computed: list[int], tmp_path: Path) -> None:

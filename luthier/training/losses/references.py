@@ -23,7 +23,7 @@ from torch import nn
 
 from luthier.config.schema import RunConfig
 from luthier.errors import ModelError
-from luthier.models import evaluating, sharding
+from luthier.models import evaluating, quantized, sharding
 from luthier.models.passes import ModelPass
 from luthier.objectives import AnyHead, Head
 from luthier.objectives.hidden_loss import ReferenceHidden
@@ -203,7 +203,7 @@ def _digest(config: RunConfig, work: Precomputation, reference: ReferenceModel) 
         "model": _settings(reference),
     }
     digest = hashlib.sha256(json.dumps(how, sort_keys=True, default=sorted).encode())  # PEFT has sets of names
-    for name, values in _weights(reference):
+    for name, values in weights_of(reference):
         digest.update(name.encode())
         digest.update(xxhash.xxh3_128_digest(values))
     return digest.hexdigest()[:32]
@@ -221,14 +221,16 @@ def _settings(reference: ReferenceModel) -> dict[str, object]:
     }
 
 
-def _weights(reference: ReferenceModel) -> Iterator[tuple[str, memoryview]]:
+def weights_of(reference: ReferenceModel) -> Iterator[tuple[str, memoryview]]:
+    """All that a checkpoint of the model would hold: scales of quantized weights, and layers that have no weight."""
     adapter = ADAPTER_PARTS if reference.under_adapter else ()
     sharding.give_up_gathered(reference.model)  # torch frees what it gathered, and cannot while numpy looks at it
-    for name, parameter in sorted(reference.model.named_parameters()):
-        if any(part in name for part in adapter):
+    for name, value in sorted(reference.model.state_dict().items()):
+        if any(part in name for part in adapter) or not isinstance(value, torch.Tensor):
             continue
-        raw = sharding.undivided(parameter).cpu().reshape(-1).view(torch.uint8).numpy()
-        yield f"{name}\0{parameter.dtype}\0{tuple(parameter.shape)}", raw.data
+        for tensor in quantized.held_tensors(sharding.undivided(value)):
+            raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            yield f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}", raw.data
 
 
 def _leaves_of(index: SegmentIndex) -> NDArray[np.int64]:
