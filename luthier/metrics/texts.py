@@ -135,7 +135,7 @@ class CorpusScore:
     score_of: ScoreOf | None = None
 
 
-_AT_THE_END = regex.compile(r"[\p{Terminal_Punctuation}\s]+\Z")
+_ENDS_A_SENTENCE = regex.compile(r"[\p{Terminal_Punctuation}\s]")
 _PAIRS = {"(": ")", "[": "]", "{": "}", "*": "*", "`": "`", "「": "」", "『": "』", "《": "》", "【": "】"}
 _QUOTES = "\"'“”„‟‘’‚‛«»‹›"
 
@@ -144,14 +144,20 @@ def normalised(text: str) -> str:
     """``' "The  Answer." ' -> 'the answer'``: Unicode NFKC, case folded, white space as one blank, without marks that
     end a sentence or enclose the whole (quotes, brackets, ``**``). Other signs stay: ``-5``, ``c#``, ``.5``; so does a
     text of such marks alone."""
-    words = inner = " ".join(unicodedata.normalize("NFKC", text).casefold().replace("\u2212", "-").split())
+    words = " ".join(unicodedata.normalize("NFKC", text).casefold().replace("\u2212", "-").split())
+    start, end = 0, len(words)
     while True:
-        before, inner = inner, _AT_THE_END.sub("", inner).lstrip("¿¡ ")
-        ends = inner[:1], inner[-1:]
-        if len(inner) > 2 and (_PAIRS.get(ends[0]) == ends[1] or (ends[0] in _QUOTES and ends[1] in _QUOTES)):
-            inner = inner[1:-1]
-        if inner == before:
-            return inner or words
+        before = start, end
+        while end > start and _ENDS_A_SENTENCE.match(words, end - 1):
+            end -= 1
+        while start < end and words[start] in "¿¡ ":
+            start += 1
+        if end - start > 2:
+            first, last = words[start], words[end - 1]
+            if _PAIRS.get(first) == last or (first in _QUOTES and last in _QUOTES):
+                start, end = start + 1, end - 1
+        if (start, end) == before:
+            return words[start:end] or words
 
 
 def is_exact(expected: str, generated: str) -> float:

@@ -83,7 +83,7 @@ def _serve_rewards(function: Callable[..., object], tell: TellParent) -> None:
                 found = called_as_trl(function, answers, call["keywords"], taken and taken | {first})
             else:
                 found = function(answers, **keywords) if first == GROUP else [function(answers[0], **keywords)]
-            opinions = [] if isinstance(found, str | dict) else [opinion(value) for value in found]
+            opinions = [] if isinstance(found, str | dict | set) else [opinion(value) for value in found]
         except BaseException as error:  # noqa: BLE001
             told = getattr(error, "told", None)  # of ours that asks a server
             tell(call=call["call"], error=told if isinstance(told, str) else f"raises {type(error).__name__}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import select
 import signal
@@ -16,9 +17,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from math import isfinite
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from luthier.config.rollout import CodeConfig
 from luthier.errors import UserError
@@ -129,7 +129,7 @@ class UserProcess:
         assert child.stdout is not None
         while b"\n" not in self._read:
             left = end - time.monotonic()
-            if left <= 0 or not select.select([child.stdout], [], [], left)[0]:
+            if left <= 0 or not _is_ready(child.stdout, select.POLLIN, left):
                 raise _Late
             data = os.read(child.stdout.fileno(), 65_536)
             if not data or len(self._read) > MOST_BYTES:
@@ -148,7 +148,7 @@ def _as_opinion(told: object) -> float | NoReward | None:
         case int() if abs(told) > MOST:
             return NoReward("gives a number that is too large")
         case bool() | int() | float():
-            return float(told) if isfinite(told) else None
+            return float(told) if math.isfinite(told) else None
         case str():
             return NoReward(told)
         case _:
@@ -191,9 +191,16 @@ def _send(child: subprocess.Popen[bytes], data: bytes, end: float) -> None:
     os.set_blocking(pipe, False)
     while data:
         left = end - time.monotonic()
-        if left <= 0 or not select.select([], [pipe], [], left)[1]:
+        if left <= 0 or not _is_ready(pipe, select.POLLOUT, left):
             raise _Late
         data = data[os.write(pipe, data[:PIPE_BYTES]) :]
+
+
+def _is_ready(pipe: IO[bytes] | int, event: int, seconds: float) -> bool:
+    """Wait until a pipe can be used or its other end is closed. `select.select` takes no file beyond the 1,024th."""
+    poll = select.poll()
+    poll.register(pipe, event)
+    return bool(poll.poll(math.ceil(seconds * 1000)))
 
 
 class _Gone(Exception):

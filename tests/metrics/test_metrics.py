@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
@@ -285,6 +286,15 @@ def test_shares_are_those_of_scikit_learn() -> None:
 )
 def test_texts_are_normalised_alike_in_every_script(one: str, other: str, equal: bool) -> None:
     assert (normalised(one) == normalised(other)) is equal
+
+
+@pytest.mark.parametrize(
+    "text", ["." * 60_000 + "x", "(" * 30_000 + ")" * 30_000, '"' * 60_000], ids=lambda text: text[:1]
+)
+def test_marks_that_a_model_repeats_without_end_are_normalised_at_once(text: str) -> None:
+    begun = time.monotonic()
+    assert normalised(text)
+    assert time.monotonic() - begun < 2
 
 
 @pytest.mark.parametrize(

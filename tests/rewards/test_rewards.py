@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +85,9 @@ def too_few(answers):
 
 def text(answers):
     return "12"
+
+def unordered(answers):
+    return {float(number) for number in range(len(answers))}
 
 def mixed(answers):
     return [1, None, float("nan"), "good"][: len(answers)]
@@ -206,6 +212,18 @@ def test_a_metric_of_all_answers_together_is_no_reward() -> None:
     assert caught.value.key == "rollout.rewards[0].metric"
 
 
+def test_a_function_is_asked_by_a_process_with_more_than_1024_open_files(file: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2048, hard)), hard))
+    try:
+        with ExitStack() as opened:
+            for _ in range(1024):
+                opened.enter_context(Path(os.devnull).open())
+            assert judged([RewardConfig(function=f"{file}:odd")], [answer("fine")]).total_N.tolist() == [1.0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_processes_are_forgotten_when_they_are_closed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting: list[object] = []
     monkeypatch.setattr("atexit.register", waiting.append)
@@ -231,8 +249,8 @@ def test_a_function_of_answers_is_asked_of_all_answers_to_a_prompt_at_once(group
     assert judged([RewardConfig(function=f"{groups}:ranks")], TWO_GROUPS).total_N.tolist() == [11, 10, 20]
 
 
-@pytest.mark.parametrize("name", ["too_few", "text"])
-def test_a_group_without_as_many_rewards_as_answers_has_none(name: str, groups: Path) -> None:
+@pytest.mark.parametrize("name", ["too_few", "text", "unordered"])
+def test_a_group_without_a_list_of_as_many_rewards_as_answers_has_none(name: str, groups: Path) -> None:
     found = judged([RewardConfig(function=f"{groups}:{name}")], TWO_GROUPS[:2])
     assert np.isnan(found.total_N).all() and sum(found.missing.values()) == 2
 
