@@ -109,7 +109,7 @@ def _gives_what_linear_gives(layer: nn.Linear) -> bool:
             weights = {name: torch.empty(weight.shape, dtype=weight.dtype) for name, weight in layer.named_parameters()}
             rows_RD = torch.empty(rows, layer.in_features, dtype=layer.weight.dtype)
             given = torch.func.functional_call(layer, weights, (rows_RD,))
-    except (RuntimeError, IndexError, NotImplementedError):  # rows of another form are meant
+    except (RuntimeError, IndexError, TypeError, ValueError):  # other inputs are meant
         return False
     return isinstance(given, torch.Tensor) and given.shape == (rows, layer.out_features)
 

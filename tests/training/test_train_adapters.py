@@ -51,7 +51,7 @@ from luthier.config.inputs import QuantizationConfig
 from luthier.config.schema import AdapterConfig
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import ModelError
-from luthier.models import adapter_files, adapter_targets, adapters
+from luthier.models import adapter_files, adapter_targets, adapters, unlike_linear
 from luthier.models.quantized import kept_modules
 from luthier.models.routers import choose_experts
 from luthier.models.sharding import restore_weights
@@ -394,6 +394,16 @@ def test_layers_that_are_linear_by_name_alone_get_no_adapter_and_are_not_quantiz
     refused = AdapterConfig(type=AdapterType.LORA, target_modules=[pattern])
     with pytest.raises(ModelError, match=f"no linear module matches '{pattern}'"):
         adapters.apply_adapter(_with_unlike_layers(name)[0], refused)
+
+
+def test_a_linear_layer_of_a_models_own_code_that_takes_other_inputs_gets_no_adapter() -> None:
+    class Gated(torch.nn.Linear):
+        __module__ = "transformers_modules.own.modeling_own"
+
+        def forward(self, rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(rows) * gate
+
+    assert unlike_linear(torch.nn.ModuleDict({"plain": torch.nn.Linear(4, 4), "gated": Gated(4, 4)})) == ["gated"]
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
