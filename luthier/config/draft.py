@@ -232,6 +232,7 @@ _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _GREEDY_MIN_LR = 1e-3  # transformers' default
 _LEVEL = ("constant", "constant_with_warmup")
+_CLIPS = ("objective.clip_low", "objective.clip_high", "objective.value_clip")
 _OF_ANSWERS = ("eval.metrics", "eval.max_new_tokens", "generate", "judge")
 _CALIBRATED = ("w8a8", "w4a16")
 
@@ -264,7 +265,15 @@ def _at_odds(draft: Draft) -> Iterator[str]:
             f"{_GREEDY_MIN_LR:g} by default: {train.learning_rate:g} can only rise (set train.lr_scheduler_kwargs: "
             "{min_lr: 0})"
         )
-    data = draft.config.data
+    data, rollout = draft.config.data, draft.config.rollout
+    if data.mixture.by is not MixtureBy.EPOCHS and _has_one_set(draft):
+        yield f"{draft.cite('data.mixture.by')}: the one training set has the whole share, in an order of its own"
+    if rollout.updates == rollout.passes == 1 and not rollout.engine.is_elsewhere:
+        for key in (key for key in _CLIPS if draft.given(key)):
+            yield (
+                f"{draft.cite(key)} has nothing to clip but rounding: each step learns once from answers that its own "
+                "weights drew (rollout.updates or rollout.passes above 1 change that)"
+            )
     yield from asked_in_part(draft.config, [*data.train, *data.eval]) if draft.config.eval.generate_rows else ()
     yield from _warmup(draft)
 
@@ -280,6 +289,10 @@ def asked_in_part(config: RunConfig, sources: Iterable[SourceConfig]) -> Iterato
         yield f"{ends}: under train_on: all that is before the header of the answer, which the model has to write, too"
     if any((rule.part or rule.pattern) and (rule.train is False or rule.weight == 0) for rule in template.targets):
         yield f"{ends}: where template.targets leaves out a part of an answer, the model is shown that part"
+
+
+def _has_one_set(draft: Draft) -> bool:
+    return len(draft.config.data.train) + len(draft.config.data.use) == 1
 
 
 def _warmup(draft: Draft) -> Iterator[str]:
@@ -368,8 +381,8 @@ def _is_text(source: SourceConfig) -> bool:
 def _steps(draft: Draft) -> Iterator[tuple[str, str]]:
     if draft.config.train.max_steps is not None:
         yield "train.num_train_epochs", f"{draft.cite('train.max_steps')} says when the run ends"
-    if len(draft.config.data.train) + len(draft.config.data.use) == 1:
-        for key in ("data.mixture.by", "data.mixture.temperature", "data.mixture.stop"):
+    if _has_one_set(draft):
+        for key in ("data.mixture.temperature", "data.mixture.stop"):
             yield key, "there is one training set"
         if draft.config.data.mixture.by is not MixtureBy.EPOCHS:
             yield "data.train[0].weight", "there is one training set, and its share is all"

@@ -40,7 +40,7 @@ from luthier.rendering.prefixes import LONG, Joint, Judge, NotLocal, uncollected
 from luthier.rendering.recordings import Recordings, RowHistory, unshared
 from luthier.rendering.substitution import other_strings
 from luthier.rendering.targets import TargetPolicy, Weights, apply_rules, trained_turns
-from luthier.rendering.template import ChatTemplate
+from luthier.rendering.template import SMALL_ROW, ChatTemplate
 from luthier.rendering.text_references import AlphabetFull, RowString, exchanged, message_shape
 from luthier.rendering.trained_turns import known_tags, notation_of
 from luthier.writing import counted
@@ -161,6 +161,8 @@ class Renderer:
         touches_tags = self._touches_tags(template, strings)
         found = self.control.count(strings) if touches_tags else {}
         variants = self._known((row.train_on, row.weight, *ends, shapes, tools.shape))
+        if sum(map(len, all_strings)) >= SMALL_ROW:  # for its limits: a recording may be that of a shorter row
+            template.render(row.messages, row.tools, generation_prompt=row.add_generation_prompt)
         for known in variants:
             values = known.blueprint.values(all_strings)
             if known.blueprint.fits(values) and self._agrees(known, row, template, all_strings):

@@ -232,9 +232,10 @@ def _of_no_use(draft: Draft, encoder: Encoder) -> Iterator[str]:
     if config.train.offload and _device_of(config) == "cpu":
         yield f"{draft.cite('train.offload')} gains nothing on a CPU, in whose memory everything is"
     if media_of(config, tokenizer.files.folder) is None:
-        for name in type(config.media).model_fields:
-            if name != "cache" and draft.given(f"media.{name}"):
-                yield f"{draft.cite(f'media.{name}')} is not read: the model reads text alone"
+        of_media = [f"media.{name}" for name in type(config.media).model_fields if name != "cache"]
+        of_media += ["data.media_root", *(f"{at}.media_root" for at, _ in draft.sources)]
+        for key in (key for key in of_media if draft.given(key)):
+            yield f"{draft.cite(key)} is not read: the model reads text alone"
     first: dict[str, int] = {}
     for index, source in enumerate(config.data.train):
         if (before := first.setdefault(repr(source), index)) != index:

@@ -25,6 +25,7 @@ from luthier.rendering.render import Renderer
 from luthier.rendering.targets import TargetPolicy, Weights
 from luthier.rendering.template import ChatTemplate
 from luthier.rendering.text_references import RowString
+from luthier.templating import TemplateLimits, TemplateSettings
 from tests.conftest import reason_is
 
 # Templates that look at content in every way that stock templates do.
@@ -93,6 +94,14 @@ SPOILING = {
     "lower case": "{{ m.content | lower }}",
     "prints no blank answers": "{{ m.content if m.content.strip() else 'nothing' }}",
 }
+
+
+def test_a_row_above_a_limit_of_the_template_is_refused_whatever_rows_of_its_shape_came_before() -> None:
+    settings = TemplateSettings(limits=TemplateLimits(max_output_chars=250_000))
+    one = Renderer(ChatTemplate(TEMPLATES["chatml"], settings=settings), CONTROL, TargetPolicy())
+    short, long = rows(["so", "no"]), rows(["so", "no " * 90_000])
+    for row in (short, short, long, long, short, long):
+        assert (outcome(one, row) == "template_limit") == (row is long)
 
 
 def odd_rows(number: int, seed: int) -> list[Conversation]:

@@ -393,7 +393,6 @@ UNREAD = {
     "output.save_steps": ["output.save_steps=5"],
     "train.adam_beta1": ["train.adam_beta1=0.5", "train.optim=sgd"],
     "train.num_train_epochs": ["train.num_train_epochs=2", "train.max_steps=30"],
-    "data.mixture.by": ["data.mixture=rows"],
     "data.prepare": ["data.prepare=meanwhile", "train.packing=none"],
     "model.revision": ["model.revision=v2"],
     "tracking.run_name": ["tracking.run_name=mine"],
@@ -463,9 +462,18 @@ def test_all_that_is_about_shares_is_told_where_there_is_one_training_set(
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
     given = ["data.train=[{path: rows.jsonl, weight: 2}]", "data.mixture={by: rows, temperature: 2, stop: first}"]
-    told = [note.split(" (")[0] for note in unread_settings(described(*given))]
+    notes = unread_settings(described(*given))
+    told = [note.split(" (")[0] for note in notes]
     keys = ["data.mixture.by", "data.mixture.temperature", "data.mixture.stop", "data.train[0].weight"]
     assert sorted(told) == sorted(keys)
+    assert sum(" is not read: " in note for note in notes) == 3, "the order of the rows is another by shares"
+
+
+def test_a_clip_of_ratios_that_cannot_move_is_told(described: Callable[..., Draft]) -> None:
+    (note,) = unread_settings(described("objective={name: rl, clip_high: 0.3}"))
+    assert note.startswith("objective.clip_high (") and "rollout.updates" in note
+    for more in ("rollout.updates=2", "rollout.passes=2", "rollout.engine=http://sampler:8000"):
+        assert unread_settings(described("objective={name: rl, clip_high: 0.3}", more)) == []
 
 
 def test_a_schedule_that_could_only_raise_the_rate_is_told(described: Callable[..., Draft]) -> None:
