@@ -226,7 +226,8 @@ def _tell_misuse(error: Any, arguments: list[str]) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":  # a command without its arguments prints its help
         error.show()
         return EXIT_USER
-    where = "luthier" if context is None else context.command_path
+    # an option without its value comes without a context
+    where = " ".join(["luthier", *arguments[:1]]) if context is None else context.command_path
     hint = f"{where} --help says what there is"
     option = getattr(error, "option_name", None)
     if option and context and any(parameter.name == "overrides" for parameter in context.command.params):

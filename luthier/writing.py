@@ -79,7 +79,7 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
         write_whole(path, [text.encode()], durable=durable)
     except OSError as error:
         hint = "free space there, or name " if error.errno in FULL else "name "
-        hint += "a file in another folder, which you may write to"
+        hint += "a file in it" if path.is_dir() else "a file in another folder, which you may write to"
         raise UserError(f"cannot write {path}: {error.strerror}", hint=hint) from error
 
 
@@ -95,6 +95,8 @@ def whole_file(
     ``temporary``: the name until then, which writers that may run at once must each choose for themselves. ``durable``:
     the file also survives a power cut; else it may be empty after one. Raises ``OSError``.
     """
+    if path.is_dir():  # ``.`` has no name to put anything beside
+        raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
     temporary = path.with_name(path.name + ".partial") if temporary is None else temporary
     try:
         before("create", path)

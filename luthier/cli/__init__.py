@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.text import Text
 from typer.core import TyperCommand
 
-from luthier.errors import ConfigError, UserError, first_line, install_hint
+from luthier.errors import ConfigError, LuthierError, UserError, first_line, install_hint
 from luthier.ledger import SAME_AS_HELD_OUT
 from luthier.library import Listener, Remark
 from luthier.terminal import Terminal
@@ -101,7 +102,8 @@ def reporting(json_target: str | None) -> Iterator[Output]:
 
 def as_mistake(error: BaseException) -> BaseException:
     """The error itself; for a missing package of an extra, for memory or open files that ran out, for a home folder
-    that is not known and a working folder that is gone, the `UserError` that says what to do."""
+    that is not known, a working folder that is gone, and code that came with the model, the `UserError` that says what
+    to do."""
     if _is_of_memory(error):
         return UserError(
             f"memory ran out: {first_line(error)}",
@@ -117,6 +119,11 @@ def as_mistake(error: BaseException) -> BaseException:
         return UserError(f"{error.strerror}: {error.filename or 'a pipe'}", hint="raise the limit: ulimit -n 4096")
     if isinstance(error, FileNotFoundError) and error.errno and error.filename is None:  # `os.getcwd`'s
         return UserError("the folder that this was started in is gone", hint="cd to one that is there")
+    if (place := _in_models_code(error)) is not None:
+        return UserError(
+            f"the code that came with the model failed ({place}): {type(error).__name__}: {first_line(error)}",
+            hint="mend that code, or take a model without code of its own; transformers alone calls it in the same way",
+        )
     if not isinstance(error, ModuleNotFoundError):
         return error
     package = (error.name or "").partition(".")[0]
@@ -124,6 +131,17 @@ def as_mistake(error: BaseException) -> BaseException:
     if extra is None:
         return error
     return UserError(f"this needs the package {package!r}, which is not installed", hint=install_hint(extra))
+
+
+def _in_models_code(error: BaseException) -> str | None:
+    """``FILE:LINE`` where code that a model brings (transformers keeps it in a package of its own) has failed;
+    None where it is ours that has, also if that code called it."""
+    if isinstance(error, LuthierError) or not isinstance(error, Exception):
+        return None
+    ours, theirs = Path(__file__).parents[1], "transformers_modules"
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    known = [(path, line) for path, line in frames if theirs in path.parts or path.is_relative_to(ours)]
+    return f"{known[-1][0]}:{known[-1][1]}" if known and theirs in known[-1][0].parts else None
 
 
 def _is_of_memory(error: BaseException) -> bool:

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from luthier.cli import EXIT_UNTRUE, JsonTarget, reporting
+from luthier.errors import UserError
 from luthier.writing import counted
 
 if TYPE_CHECKING:
@@ -58,11 +59,10 @@ def list_(folder: Stores = None, json: JsonTarget = None) -> None:
     """
     with reporting(json) as output:
         from luthier.store.care import list_stores
-        from luthier.store.format import default_root
 
-        root = default_root() if folder is None else folder
+        root = _root(folder)
         found = list_stores(root)
-        told = [_store(info) for info in found] or [Text(f"no store in {root}", style="dim")]
+        told = [_store(info) for info in found] or [_no_store(root)]
         output.console.print(Text("\n").join(told), soft_wrap=True)
         output.emit({"root": str(root), "stores": [_plain(asdict(info)) for info in found]})
 
@@ -82,14 +82,15 @@ def verify(
     """
     with reporting(json) as output:
         from luthier.store.care import store_folders, verify_store
-        from luthier.store.format import default_root
 
-        reports = []
-        for store in store_folders(default_root() if folder is None else folder):
+        root, reports = _root(folder), []
+        for store in store_folders(root):
             with _progress(output.console, f"reading {store.name}") as on_shard:
                 health = verify_store(store, repair=repair, on_shard=on_shard)
             reports.append(health)
             output.console.print(_health(health), soft_wrap=True)
+        if not reports:
+            output.console.print(_no_store(root), soft_wrap=True)
         output.emit({"stores": [_plain(asdict(health)) for health in reports]})
     if any(health.damaged for health in reports):
         raise typer.Exit(EXIT_UNTRUE)
@@ -118,10 +119,8 @@ def gc(
     """
     with reporting(json) as output:
         from luthier.store.care import clean_stores
-        from luthier.store.format import default_root
 
-        root = default_root() if folder is None else folder
-        cleaning = clean_stores(root, older_than=older_than, max_bytes=max_size, dry_run=dry_run)
+        cleaning = clean_stores(_root(folder), older_than=older_than, max_bytes=max_size, dry_run=dry_run)
         _tell_cleaning(cleaning, output.console, dry_run=dry_run)
         output.emit({"dry_run": dry_run, **{key: _plain(value) for key, value in asdict(cleaning).items()}})
 
@@ -143,6 +142,21 @@ def export(
             num_samples = export_store(store, target, on_samples=on_samples)
         output.console.print(Text.assemble(("Exported ", "bold"), f"{counted(num_samples, 'sample')} to {target}"))
         output.emit({"store": str(store), "file": str(target), "samples": num_samples})
+
+
+def _root(folder: Path | None) -> Path:
+    """The folder of the stores. Raises `UserError` where one is named that is not there."""
+    from luthier.store.format import default_root
+
+    if folder is not None and not folder.exists():
+        raise UserError(
+            f"there is no {folder}", hint=f"name what data.store names; without a name it is {default_root()}"
+        )
+    return folder or default_root()
+
+
+def _no_store(root: Path) -> Text:
+    return Text(f"no store in {root}", style="dim")
 
 
 def _store(info: StoreInfo) -> Text:

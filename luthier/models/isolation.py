@@ -17,7 +17,7 @@ from torch import nn
 
 from luthier.collation import CollateSettings
 from luthier.collation.collator import collate_packs, collate_trees, unpacked
-from luthier.errors import ModelError
+from luthier.errors import ModelError, first_line
 from luthier.media.families import PREFIX_TYPES
 from luthier.models import (
     MediaNeeds,
@@ -84,6 +84,7 @@ def choose_isolation(
     ways, notes = _possible(_ways(loaded, asked, shared=shared), plain, needs, mixers)
     trial = Trial(model, segments, how, needs, shared=shared, device=device, num_rows=num_rows)
     reaches = _reaches(needs)
+    fault = f"does not keep {'branches' if shared else 'packed sequences'} apart"
     for (isolation, attention), reach in product(ways + padded, reaches):
         try:
             set_text_attention(plain, attention)
@@ -101,15 +102,14 @@ def choose_isolation(
             )
             problem = trial.problem(chosen)
         except _REFUSALS as error:
-            problem = str(error).partition("\n")[0]
+            problem = first_line(error)
+            if isolation is Isolation.PADDED and not isinstance(error, ModelError):  # as transformers itself calls it
+                fault = "cannot compute its first rows"
         if problem is None:
             return chosen
         notes.append(f"{attention} by {isolation}{_within(reach, needs)}: {problem}")
     set_text_attention(plain, loaded)
-    raise ModelError(
-        f"{plain._get_name()} does not keep {'branches' if shared else 'packed sequences'} apart: " + "; ".join(notes),
-        hint=_way_out(plain),
-    )
+    raise ModelError(f"{plain._get_name()} {fault}: {'; '.join(notes)}", hint=_way_out(plain))
 
 
 def _way_out(plain: nn.Module) -> str:

@@ -170,7 +170,7 @@ def check_finite(
     if torch.isfinite(torch.stack(values)).all():  # one look at the device a step
         return
     guilty = [addresses for loss, addresses in losses if not torch.isfinite(loss)]
-    rows = [str(row) for addresses in guilty or [a for _, a in losses] for row in addresses]
+    rows = list(dict.fromkeys(str(row) for addresses in guilty or [a for _, a in losses] for row in addresses))
     named = ", ".join(rows[:MAX_ROWS_NAMED]) + (
         f" and {len(rows) - MAX_ROWS_NAMED} more" if len(rows) > MAX_ROWS_NAMED else ""
     )

@@ -215,6 +215,10 @@ def test_tables_print_in_eighty_columns(prepared: tuple[RunConfig, Prepared]) ->
     assert "too_long" in text
     assert "Mixture of the first epoch" in text and "straggler factor" in text
     assert "←" in text
+    console = Console(width=60, record=True, file=StringIO())
+    console.print(stats_table(found))
+    text = console.export_text()
+    assert all(source.name in text for source in found.sources) and "…" not in text
 
 
 def test_a_plan_counts_in_singular_and_plural_and_says_what_counts_once(

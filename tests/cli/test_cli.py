@@ -7,10 +7,12 @@ import errno
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from luthier import library
 from luthier.__main__ import app, run
 from luthier.cli.configuring import Senses
 from luthier.errors import ModelError, RowError
+from luthier.writing import shortened
 from tests.conftest import HANG_SECONDS
 from tests.programs import start_program
 
@@ -159,6 +162,7 @@ def test_a_mistake_is_told_as_json_too(tmp_path: Path, capsys: pytest.CaptureFix
         (["plan", "CONFIG", "--device", "h1000"], "known are"),
         (["config", "show", "CONFIG", "train.nonsense=1"], "nonsense"),
         (["plan", "CONFIG", "--json", "/proc/none/x.json"], "cannot write"),
+        (["plan", "CONFIG", "--json", "."], "cannot write .: it is a folder"),
     ],
 )
 def test_mistakes_exit_with_two_and_say_how_to_go_on(
@@ -289,6 +293,8 @@ def test_a_run_with_no_row_left_says_so(config: Path, prepare: str, capsys: pyte
 def test_usage_errors_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan"]) == 2
     assert "CONFIG" in capsys.readouterr().err
+    assert run(["plan", "run.yaml", "--json"]) == 2
+    assert "luthier plan --help" in capsys.readouterr().err
 
 
 def test_a_bug_says_so_with_its_traceback(
@@ -301,6 +307,24 @@ def test_a_bug_says_so_with_its_traceback(
     assert run(["plan", str(config)]) == 1
     err = capsys.readouterr().err
     assert "this is a bug" in err and "Traceback" in err and "oops [/]" in err
+
+
+MODELS_CODE = "def forward(called):\n    return called()\n\ndef fail():\n    return 1 // 0\n"
+
+
+@pytest.mark.parametrize(("called", "code"), [("fail", 2), ("shortened", 1)])
+def test_code_that_came_with_a_model_is_named_with_its_line_where_it_fails(
+    called: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where it has called code of ours that fails, that is a bug of ours."""
+    file = tmp_path / "transformers_modules" / "modeling_own.py"
+    file.parent.mkdir()
+    file.write_text(MODELS_CODE)
+    own = runpy.run_path(str(file)) | {"shortened": partial(shortened, None, 1)}
+    monkeypatch.setattr("luthier.library.plan", lambda *_, **__: own["forward"](own[called]))
+    assert run(["plan", "any.yaml"]) == code
+    assert (f"{file}:5): ZeroDivisionError: " in (err := capsys.readouterr().err)) == (code == 2)
+    assert ("this is a bug" in err) == (code == 1)
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,14 @@ def test_ls_tells_what_there_is(root: Path, capsys: pytest.CaptureFixture[str]) 
     assert "org/tiny" in words and store_of(root).name in words.splitlines(), "a name that can be copied"
 
 
-def test_ls_of_an_empty_place_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["store", "ls", str(tmp_path / "nowhere")]) == 0
-    assert "no store" in capsys.readouterr().out
+@pytest.mark.parametrize("command", ["ls", "verify", "gc"])
+def test_an_empty_place_is_said_to_be_empty_and_one_that_is_not_there_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["store", command, str(tmp_path)]) == 0
+    assert ("Freed 0 B" if command == "gc" else "no store") in capsys.readouterr().out
+    assert run(["store", command, str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
 
 
 def test_verify_names_what_is_damaged_and_repair_drops_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

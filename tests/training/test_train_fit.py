@@ -374,9 +374,10 @@ def test_other_data_is_refused(train: Train) -> None:
 def test_overwrite_starts_anew_and_leaves_other_files_alone(train: Train, tmp_path: Path) -> None:
     train(DATA, **SAVING)
     (tmp_path / "run" / "notes.txt").write_text("mine")
+    (tmp_path / "run" / "checkpoint-best").mkdir()
     again = train(DATA, output__overwrite=True, train__learning_rate=5e-4, train__max_steps=2)
     assert again.resumed_from is None and [s.step for s in again.steps] == [1, 2]
-    assert not list((tmp_path / "run").glob("checkpoint-*"))
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-best"]
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
 
 

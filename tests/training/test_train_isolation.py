@@ -114,6 +114,17 @@ def test_what_the_user_asks_for_is_taken_or_refused_but_not_replaced() -> None:
         _choose(tiny_model("gpt_oss"), asked="sdpa")
 
 
+def test_a_model_that_computes_no_row_is_not_said_to_mix_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, **inputs: Any) -> Any:
+        raise IndexError("no such expert")
+
+    model = tiny_model("llama")
+    model.set_attn_implementation("flex_attention")  # as one that is not called before ways of isolation are tried
+    monkeypatch.setattr(type(model), "forward", forward)
+    with pytest.raises(ModelError, match=r"^LlamaForCausalLM cannot compute its first rows: .*no such expert"):
+        _choose(model)
+
+
 def test_chunked_attention_is_left_to_transformers() -> None:
     sizes = {**SHORT, "intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 8}
     chosen = _choose(Llama4ForCausalLM(Llama4TextConfig(**sizes)))

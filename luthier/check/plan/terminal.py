@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
@@ -22,6 +23,7 @@ from luthier.terminal import facts_table, plain_table
 from luthier.writing import counted
 
 BAR_WIDTH = 40
+UNLIMITED = 10_000  # columns in which a table is as wide as it would like to be
 
 
 def plan_table(plan: RunPlan) -> Group:
@@ -70,7 +72,7 @@ def stats_table(found: Stats) -> Group:
     """Lengths and targets per source, a histogram of all, and what fits into which ``data.max_length``."""
     parts: list[RenderableType] = [
         Text.assemble((f"{found.split} data", "bold"), ("  in tokens, before any cutting", "dim")),
-        Padding(_source_table(found), (0, 0, 1, 2)),
+        Padding(_SourceTable(found), (0, 0, 1, 2)),
         *_media_parts(found),
         Text("Lengths", style="bold"),
         Padding(histogram(found.total.lengths), (0, 0, 1, 2)),
@@ -217,10 +219,26 @@ def _longest(rows: Sequence[LongRow]) -> Table:
     return table
 
 
-def _source_table(found: Stats) -> Table:
+@dataclass(frozen=True)
+class _SourceTable:
+    """A line for each source. Where names leave too little room for the numbers, they are told before."""
+
+    found: Stats
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = _short_names([source.name for source in self.found.sources])
+        table = _source_table(self.found, names)
+        if console.measure(table, options=options.update(width=UNLIMITED)).maximum > options.max_width:
+            numbers = [str(number) for number in range(1, len(names) + 1)]
+            yield facts_table(zip(numbers, map(Text, names), strict=True))
+            table = _source_table(self.found, numbers)
+        yield table
+
+
+def _source_table(found: Stats, names: Sequence[str]) -> Table:
     numbers = ("rows", "tokens", "trained", "min", "p50", "p90", "p99", "max", f"over {found.max_length:,}")
     table = plain_table("source", numbers=numbers, gap=1)  # in 80 columns names need the room
-    for name, source in zip(_short_names([source.name for source in found.sources]), found.sources, strict=True):
+    for name, source in zip(names, found.sources, strict=True):
         table.add_row(*_source_row(name, source))
     if len(found.sources) > 1:
         table.add_section()

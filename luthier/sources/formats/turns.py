@@ -106,8 +106,9 @@ def _read_full_message(message: dict[str, object], role: str, *, tags: Tags, med
         parts += mark_spans(read_content(content, role, thinking, media, field=tags.content), spans)
     parts += _tool_calls(message, read.role)
     if not parts:
-        way_out = "" if tags.content in message else _OTHER_KEYS
-        detail = f"the message has no content; its keys are {sorted(message)}{way_out}"
+        detail = f"the message has no content; its keys are {sorted(message)}{_OTHER_KEYS}"
+        if tags.content in message:
+            detail = f"the {tags.content} of this message is null or has no part, and no tool calls stand beside it"
         raise RowError("missing_content", detail, field=tags.content)
     return [replace(read, parts=tuple(parts))]
 

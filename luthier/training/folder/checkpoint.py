@@ -61,7 +61,7 @@ _STAGING, _REPLACED, _REMOVED = ".saving-", ".replaced-", ".removed-"
 _PROBE = ".probe"
 _RUNNING = ".running"  # there while a run is in the folder; what counts is its lock, which the system frees
 LONGEST_ENDING = 10.0  # seconds in which processes of a run that was killed notice it, and end
-BROKEN = "broken"
+BROKEN, SUPERSEDED = "broken", "superseded"
 
 
 def staging_folder(run: Path, step: int) -> Path:
@@ -356,6 +356,12 @@ def checkpoints(run: Path) -> list[Path]:
     return [path for _, path in sorted(found) if path.is_dir()]
 
 
+def left_checkpoints(run: Path) -> list[Path]:
+    """All checkpoints of runs in the folder, those set aside among them; ``checkpoint-best`` is the user's own."""
+    names = re.compile(rf"{_NAME.pattern}(\.({BROKEN}|{SUPERSEDED}))?")
+    return sorted(path for path in run.glob("checkpoint-*") if names.fullmatch(path.name))
+
+
 def clean_leftovers(run: Path) -> None:
     """Remove what a killed save left behind. Raises `CheckpointError`."""
     for path in run.glob(f"{_REPLACED}*"):
@@ -412,7 +418,7 @@ def broken_checkpoints(run: Path) -> list[str]:
 def set_aside_newer(checkpoint: Path) -> list[Path]:
     """Rename the checkpoints of later steps beside ``checkpoint``: a run that goes on from it does not own them."""
     step = checkpoint_step(checkpoint)
-    return [_set_aside(p, "superseded") for p in checkpoints(checkpoint.parent) if checkpoint_step(p) > step]
+    return [_set_aside(p, SUPERSEDED) for p in checkpoints(checkpoint.parent) if checkpoint_step(p) > step]
 
 
 def rotate(run: Path, limit: int | None, protected: Path | None = None) -> None:

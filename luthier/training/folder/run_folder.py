@@ -242,7 +242,7 @@ def _left(run: Path, *, with_checkpoints: bool) -> list[Path]:
     names: tuple[str, ...] = LEFT_FOLDERS
     if (run / MODEL_FOLDER).is_dir():  # else they are of a model before its training, which may use this folder
         names = (*names, PREDICTIONS_FOLDER)
-    found = [*(sorted(run.glob("checkpoint-*")) if with_checkpoints else []), *(run / name for name in names)]
+    found = [*(checkpoints.left_checkpoints(run) if with_checkpoints else []), *(run / name for name in names)]
     files = [run / name for name in (*LEFT_FILES, RUN_CONFIG)]
     return [*(folder for folder in found if folder.is_dir()), *(file for file in files if file.is_file())]
 
