@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
+import json
 import math
 import re
 import tomllib
@@ -31,6 +32,7 @@ _EXAMPLES = {
     "targets": "targets: [{part: thinking, train: false}]",
 }
 _FILLS = frozenset({"name_or_path", "path", "train", "use"})  # keys that a required section is there for
+_OF_KEY = ("[key]",)  # how pydantic ends the place of a key that is at fault, not its value
 _YES = frozenset({"yes", "on", "y", "true", "1"})
 _NO = frozenset({"no", "off", "n", "false", "0", "none"})
 _INVISIBLE = frozenset({"Cc", "Cf", "Zl", "Zp", "Zs"})  # categories of characters: controls, marks and spaces
@@ -135,6 +137,8 @@ def _of(path: KeyPath) -> str:
 
 def _unfit(location: KeyPath, tree: Node, reason: str | None) -> Explained:
     node, path = find(tree, location)
+    if location[len(path) :] == _OF_KEY:
+        return _unfit_key(path, node)
     schema = schema_at(path) or {}
     what = f"{show_value(node)} {reason}" if reason else f"expected {expected(schema)}, got {show_value(node)}"
     hint = _way_out(node, schema, path)
@@ -142,6 +146,15 @@ def _unfit(location: KeyPath, tree: Node, reason: str | None) -> Explained:
         what, _, told = reason.partition("; ")
         hint = told or hint
     return Explained(problem=Problem(where=str(node.where), key=show_path(path), what=what, hint=hint), path=path)
+
+
+def _unfit_key(path: KeyPath, node: Node) -> Explained:
+    """A key of a mapping that has no fixed keys, such as those of parts with a rate of their own."""
+    names = {"type": "string", **resolve((schema_at(path[:-1]) or {}).get("propertyNames", {}))}
+    key = str(path[-1])
+    what = f"expected {expected(names)} as a key, got {json.dumps(key, ensure_ascii=False)}"
+    hint = _for_choices(key, names) or "write a name before the colon"
+    return Explained(problem=Problem(where=str(node.where), key=show_path(path[:-1]), what=what, hint=hint), path=path)
 
 
 def _way_out(node: Node, schema: JsonSchema, path: KeyPath) -> str:
@@ -256,8 +269,9 @@ def _for_number(node: Scalar, schema: JsonSchema, path: KeyPath) -> str | None:
             return "write 1 for a count of one, or a share below 1"
         low = max(math.floor(value), 0)
         return f"write {low} or {low + 1}" if not value.is_integer() and abs(value) < 1e15 else None
-    if schema.get("default") is None:
-        return f"for example {path[-1]}: {'1' if 'integer' in kinds(schema) else '0.5'}, or null"
+    if schema.get("default") is None and isinstance(path[-1], str):
+        example = f"for example {path[-1]}: {'1' if 'integer' in kinds(schema) else '0.5'}"
+        return f"{example}, or null" if "null" in kinds(schema) else example
     return None
 
 

@@ -181,6 +181,22 @@ def test_a_slip_in_a_file_of_ours_is_not_taken_for_another_tool() -> None:
     assert [problem.key for problem in caught.value.problems] == ["training"]
 
 
+@pytest.mark.parametrize(("text", "key", "told"), [
+    ("train: {learning_rates: {towr: 1e-4}}", "train.learning_rates", "did you mean tower?"),
+    ("train: {learning_rates: {language_model: 1e-4}}", "train.learning_rates", "allowed: embedding, "),
+    ("adapter: {type: lora, rank_pattern: {'': 4}}", "adapter.rank_pattern", "write a name before the colon"),
+    ("train: {learning_rates: {tower: -1}}", "train.learning_rates.tower", "for example tower: 0.5"),
+    ("train: {max_steps: 0}", "train.max_steps", "for example max_steps: 1, or null"),
+])  # fmt: skip
+def test_of_a_mapping_what_is_at_fault_is_told_its_key_or_its_value(text: str, key: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config_text(GOOD + text, "run.yaml", check_paths=False)
+    (problem,) = caught.value.problems
+    assert problem.key == key and str(problem.hint).startswith(told)
+    assert ("as a key" in problem.what) == ("before the colon" in told or key == "train.learning_rates")
+    assert ("or null" in str(problem.hint)) == (key == "train.max_steps")
+
+
 # ------------------------------------------------------------------------------------------------ files of other tools
 
 
