@@ -20,6 +20,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, get_scheduler
 
+from luthier.collation import MediaInputs
 from luthier.config import machine, num_processes, optimizers
 from luthier.config.choices import FOLLOWS_MEASURE, AdapterType, Precision, Sharding, Strategy
 from luthier.config.draft import Draft, unread_settings
@@ -30,6 +31,8 @@ from luthier.encoding.encoder import Encoder
 from luthier.errors import CheckpointError, ConfigError, ModelError, Problem, UserError, first_line, place_of
 from luthier.loader.settings import answer_faults, data_faults, media_of, shares_prompts, units_of
 from luthier.media import MediaSource
+from luthier.media.families import MediaKind
+from luthier.media.processors.calling import OPTIONS
 from luthier.models import (
     adapter_files,
     adapters,
@@ -231,16 +234,26 @@ def _of_no_use(draft: Draft, encoder: Encoder) -> Iterator[str]:
             yield f"{draft.cite(f'model.{key}')}: {token} is a token already, so the vocabulary does not grow for it"
     if config.train.offload and _device_of(config) == "cpu":
         yield f"{draft.cite('train.offload')} gains nothing on a CPU, in whose memory everything is"
-    if media_of(config, tokenizer.files.folder) is None:
-        of_media = [f"media.{name}" for name in type(config.media).model_fields if name != "cache"]
-        of_media += ["data.media_root", *(f"{at}.media_root" for at, _ in draft.sources)]
-        for key in (key for key in of_media if draft.given(key)):
-            yield f"{draft.cite(key)} is not read: the model reads text alone"
+    for key, why in _media_of_no_use(draft, media_of(config, tokenizer.files.folder)):
+        if draft.given(key):
+            yield f"{draft.cite(key)} is not read: {why}"
     first: dict[str, int] = {}
     for index, source in enumerate(config.data.train):
         if (before := first.setdefault(repr(source), index)) != index:
             twice = "its rows are seen twice in an epoch"
             yield f"{draft.cite(f'data.train[{index}]')} is the same data set as data.train[{before}]: {twice}"
+
+
+def _media_of_no_use(draft: Draft, media: MediaInputs | None) -> Iterator[tuple[str, str]]:
+    keys = [name for name in type(draft.config.media).model_fields if name != "cache"]
+    if media is None:
+        roots = ["data.media_root", *(f"{at}.media_root" for at, _ in draft.sources)]
+        yield from ((key, "the model reads text alone") for key in (*(f"media.{key}" for key in keys), *roots))
+        return
+    for kind in (kind for kind in MediaKind if media.processor.family.rule(kind) is None):
+        for key in keys:
+            if key in OPTIONS[kind] or (kind in key and kind is not MediaKind.IMAGE):  # frames of videos are images
+                yield f"media.{key}", f"the model takes no {kind}"
 
 
 def _model(draft: Draft, encoder: Encoder, notes: list[str]) -> Iterator[Problem]:

@@ -781,6 +781,10 @@ def test_an_optimizer_whose_state_no_checkpoint_can_hold_is_told_before_a_row_is
 NO_USE = {
     "template.now": ["template.now=2026-01-01"],
     "media.max_pixels": ["media.max_pixels=1000"],
+    "data.media_root": ["data.media_root=."],
+    "media.long_audio": ["model=preset:tiny-qwen3-vl", "media.long_audio=split"],
+    "media.sampling_rate": ["model=preset:tiny-qwen3-vl", "media.sampling_rate=8000"],
+    "media.fps": ["model=preset:tiny-qwen2-audio", "media.fps=2"],
     "train.warmup_steps": ["train.lr_scheduler_type=constant", "train.warmup_steps=2"],
     "data.train[1]": ["data.train=[preset:skills#20, preset:skills#20]"],
     "train.offload": ["train.offload=[optimizer, activations]", "runtime.device=cpu"],
