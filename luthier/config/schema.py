@@ -62,7 +62,7 @@ class AdapterConfig(Section):
     alpha_pattern: dict[choices.NonEmpty, choices.Positive] = {}
     """LoRA: another ``lora_alpha`` for such modules."""
     modules_to_save: choices.Texts = []
-    """Modules trained in full and saved with the adapter, such as ``lm_head``."""
+    """Modules trained in full, in float32, and saved with the adapter, such as ``lm_head``."""
     use_rslora: bool = False
     """Scale by alpha over the root of the rank (rank-stabilized LoRA)."""
     use_dora: bool = False

@@ -199,6 +199,11 @@ def merge_adapter(model: PeftModel, dtype: torch.dtype | None = None) -> PreTrai
     A quantized base is dequantized before: a sum that was rounded to few bits again would not be what was trained.
     Raises `ModelError` where transformers cannot dequantize it.
     """
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):  # trained in float32
+            for trained in module.modules_to_save.values():
+                for weight, was in zip(trained.parameters(), module.original_module.parameters(), strict=True):
+                    weight.data = weight.data.to(was.dtype)
     base = model.get_base_model()
     if is_quantized(base):
         with tempfile.TemporaryDirectory(prefix="luthier_adapter_") as folder, quiet_peft():
