@@ -126,6 +126,8 @@ class JsonClient:
         try:
             with request.limit(self.timeout), _OPENER.open(request, timeout=self.timeout) as response:
                 raw = response.read(LONGEST_ANSWER)
+                if response.length:  # the connection broke
+                    raise http.client.IncompleteRead(raw, response.length)
         except urllib.error.HTTPError as error:
             with error:
                 said = _message_in(error.read(4000).decode("utf-8", "replace").strip())

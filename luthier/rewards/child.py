@@ -197,6 +197,8 @@ def _said(url: str, body: bytes, timeout: float) -> bytes:
         try:
             with urllib.request.urlopen(request, timeout=timeout) as response:
                 found: bytes = response.read(MOST_BYTES + 1)
+                if response.length and len(found) <= MOST_BYTES:  # the connection broke
+                    raise http.client.IncompleteRead(found, response.length)
         except urllib.error.HTTPError as error:
             if error.code < 500 or number == TRIES - 1:
                 raise ServerError(str(error.code)) from error

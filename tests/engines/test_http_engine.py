@@ -355,19 +355,22 @@ def test_nobody_waits_for_a_server_once_its_answers_are_not_wanted() -> None:
     assert begun.empty(), "what has not begun never does"
 
 
-def test_half_an_answer_is_none(model: Any) -> None:
+@pytest.mark.parametrize(("head", "error"), [(b"", ServerWrong), (b"Content-Length: 900\r\n", ServerUnreachable)])
+def test_half_an_answer_is_none(head: bytes, error: type[UserError]) -> None:
+    """Where its length was told, the connection is known to have broken, and the question is asked again."""
+
     def half(listening: socket.socket) -> None:
         taken, _ = listening.accept()
         with taken:
             taken.recv(10_000)
-            taken.sendall(b'HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{"choices": [{"tok')
+            taken.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n" + head + b'\r\n{"choices": [{"tok')
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=half, args=(listening,), daemon=True).start()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        with pytest.raises(ServerWrong) as caught:
+        with pytest.raises(error) as caught:
             JsonClient(url, timeout=HANG_SECONDS, option="url", token_option="token_env").get("/v1/models")
-    assert '{"choices": [{"tok' in caught.value.message
+    assert ('{"choices": [{"tok' if error is ServerWrong else "18 bytes") in str(caught.value.message)
 
 
 # ------------------------------------------------------------------------------------------------------------ weights

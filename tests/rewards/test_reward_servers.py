@@ -44,10 +44,13 @@ class Lying(BaseHTTPRequestHandler):
                 self.wfile.write(b" ")
                 self.wfile.flush()
                 time.sleep(0.1)
+        answer = said.get(self.path, said["/honest"]).encode()
         fails = self.path == "/error" or (self.path == "/twice" and len(self.seen) < 3)
+        breaks = self.path == "/broken" and len(self.seen) < 3
         self.send_response(500 if fails else 200)
+        self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
-        self.wfile.write(said.get(self.path, said["/honest"]).encode())
+        self.wfile.write(answer[:9] if breaks else answer)
 
     def log_message(self, *_: object) -> None:
         """Nothing."""
@@ -90,8 +93,9 @@ def test_each_reward_is_looked_at(address: str) -> None:
     assert sum(found.missing.values()) == 1, "null and nan are no opinion, a text is none that counts"
 
 
-def test_a_server_that_fails_for_a_while_is_asked_again(address: str) -> None:
-    assert judged(f"{address}/twice").total_N.tolist() == [0, 1, 2]
+@pytest.mark.parametrize("way", ["twice", "broken"])
+def test_a_server_that_fails_for_a_while_is_asked_again(way: str, address: str) -> None:
+    assert judged(f"{address}/{way}").total_N.tolist() == [0, 1, 2]
     assert len(Lying.seen) == 3
 
 
