@@ -139,6 +139,28 @@ def test_the_final_model_takes_the_place_of_the_one_before_at_once(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_what_a_link_names_is_replaced_and_the_link_stays(tmp_path, there):
+    link, disk = tmp_path / "model", tmp_path / "disk"
+    (disk / "mine" if there else disk).mkdir(parents=True)
+    link.symlink_to(disk / "mine")
+    for weights in (b"first", b"second"):
+        with checkpoints.replacing(link) as staging:
+            (staging / "weights").write_bytes(weights)
+        assert (disk / "mine" / "weights").read_bytes() == weights
+    assert link.is_symlink() and [path.name for path in disk.iterdir()] == ["mine"]
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "disk"}
+
+
+def test_of_a_checkpoint_that_was_moved_elsewhere_the_link_is_deleted(tmp_path):
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    Run.begun(run)
+    (run / "checkpoint-5").rename(moved)
+    (run / "checkpoint-5").symlink_to(moved)
+    checkpoints.rotate(run, 1)
+    assert [path.name for path in run.glob("*checkpoint-*")] == ["checkpoint-10"] and any(moved.iterdir())
+
+
 def test_a_fault_that_is_not_the_disks_is_left_as_it_is(tmp_path):
     with pytest.raises(RuntimeError, match="out of memory"), checkpoints.saving(tmp_path / ".saving-checkpoint-1"):
         raise RuntimeError("CUDA out of memory")

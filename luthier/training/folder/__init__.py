@@ -83,11 +83,11 @@ class RunFiles:
             rename(path, target)
 
     def remove_folder(self, folder: Path) -> None:
-        """Remove a folder with all that is in it, if it is there."""
+        """Remove a folder with all that is in it, if it is there; of a link the link alone."""
         with reported(folder, doing="removed"):
             self.before("remove", folder)
             with suppress(FileNotFoundError):
-                shutil.rmtree(folder)
+                folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
 
     def remove_file(self, path: Path) -> None:
         """Remove a file, if it is there."""

@@ -103,10 +103,12 @@ def seal(staging: Path) -> Path:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """An empty folder to write into, which takes the place of ``folder`` at once when the block ends well.
+    """An empty folder to write into, which takes the place of ``folder`` at once when the block ends well. Where
+    ``folder`` is a link, it takes the place of what the link names.
 
     Raises `CheckpointError`; ``folder`` is as it was then.
     """
+    folder = folder.resolve()
     put_back(folder)
     staging = folder.with_name(_STAGING + folder.name)
     FILES.remove_folder(staging)
@@ -121,6 +123,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 def put_back(folder: Path) -> None:
     """Give a folder its name again whose replacing was killed between the two renames. Raises `CheckpointError`."""
+    folder = folder.resolve()
     replaced = folder.with_name(_REPLACED + folder.name)
     if replaced.exists() and not folder.exists():
         FILES.rename(replaced, folder)
