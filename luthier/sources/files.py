@@ -457,4 +457,6 @@ def _missing_hint(path: Path) -> str | None:
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
     close = nearest_names(path.name, (sibling.name for sibling in path.parent.iterdir()))
-    return f"near it: {close}" if close else None
+    if close or path.is_absolute():
+        return f"near it: {close}" if close else None
+    return f"relative paths start from the current directory, {Path.cwd()}"

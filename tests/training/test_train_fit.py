@@ -354,15 +354,22 @@ def test_a_finished_run_started_again_trains_no_further(train: Train) -> None:
         ({"train__learning_rate": 5e-4}, "train.learning_rate: 0.001 there, 0.0005 here"),
         ({"adapter__type": "lora"}, "adapter.type: 'full' there, 'lora' here"),
         ({"runtime__seed": 2}, "seed: 1 there, 2 here"),
+        ({"train__max_steps": None}, "train.max_steps: 4 there, null here"),
+        ({"data__train": [{"path": "b.jsonl"}]}, r"data.train\[0\].path: 'a.jsonl' there, 'b.jsonl' here\n  hint"),
+        (
+            {"data__train": [{"path": "b"}, {"path": "c"}]},
+            r"data.train: \['a.jsonl'\] there, \['b', 'c'\] here\n  hint",
+        ),
         ({"train__gradient_accumulation_steps": 2}, "micro-batches per step"),
     ],
 )
 def test_another_run_in_the_same_folder_is_refused_and_told_why(
     train: Train, change: dict[str, Any], said: str
 ) -> None:
-    train(DATA, **SAVING)
+    described = {**SAVING, "data__train": [{"path": "a.jsonl"}]}
+    train(DATA, **described)
     with pytest.raises(CheckpointError, match=said):
-        train(DATA, **{**SAVING, **change})
+        train(DATA, **{**described, **change})
 
 
 def test_other_data_is_refused(train: Train) -> None:

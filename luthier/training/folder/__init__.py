@@ -121,3 +121,24 @@ def reported(path: Path, *, doing: str = "written") -> Iterator[None]:
 def _free(path: Path) -> str:
     there = next(folder for folder in path.absolute().parents if folder.is_dir())
     return f" ({counted(shutil.disk_usage(there).free, 'byte is', 'bytes are')} free there)"
+
+
+def told_difference(key: str, there: object, here: object) -> Iterator[str]:
+    """``KEY: 1 there, 2 here``; of lists of data sets, rewards and the like what differs in their entries, or the names
+    of these where one list is longer."""
+    if there == here:
+        return
+    if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        for number, (one, other) in enumerate(zip(there, here, strict=True)):
+            yield from told_difference(f"{key}[{number}]", one, other)
+    elif isinstance(there, dict) and isinstance(here, dict):
+        for name in {**there, **here}:
+            yield from told_difference(f"{key}.{name}", there.get(name), here.get(name))
+    else:
+        yield f"{key}: {_named(there)} there, {_named(here)} here"
+
+
+def _named(value: object) -> object:
+    if not isinstance(value, list):
+        return "null" if value is None else repr(value)
+    return [each.get("path", each) if isinstance(each, dict) else each for each in value]

@@ -20,7 +20,7 @@ from luthier.loader.feed import FeedPlace
 from luthier.loader.stream_state import LoaderState
 from luthier.packing.planner import PlannerPlace
 from luthier.records import Address, Batch
-from luthier.training.folder import FILES, artifacts
+from luthier.training.folder import FILES, artifacts, told_difference
 from luthier.training.folder import checkpoint as checkpoints
 from luthier.training.folder.state import has_state
 from luthier.training.report import LOG_FILE, LOSS_PNG, REPORT_HTML, REPORT_JSON, RESULT_FILE
@@ -148,7 +148,7 @@ def _refuse_another(run: Path, config: RunConfig) -> list[tuple[str, object, obj
     longer = [each for each in differing if each[0] in LENGTHS and _is_more(*each[1:])]
     others = [each for each in differing if each not in longer]
     if others:
-        lines = "\n".join(f"  {key}: {there!r} there, {here!r} here" for key, there, here in others)
+        lines = "\n".join(f"  {line}" for each in others for line in told_difference(*each))
         raise CheckpointError(
             f"{run} holds a run with another configuration:\n{lines}",
             hint="output.overwrite: true starts anew there (its checkpoints are deleted); or choose another "
