@@ -6,6 +6,7 @@ whose gradients it does not measure.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
@@ -166,6 +167,8 @@ def make_optimizer(model: nn.Module, args: TrainingArguments, config: RunConfig)
 
 
 def _made(model: nn.Module, args: TrainingArguments, train: TrainConfig) -> torch.optim.Optimizer:
+    if "bitsandbytes" in sys.modules:  # it would take settings of an earlier run's weights for weights of this one
+        sys.modules["bitsandbytes"].optim.GlobalOptimManager.get_instance().initialize()
     own = {name: default for name, default in OPTIMIZERS[train.optim].settings.items() if not isinstance(default, type)}
     own = {name: default[0] if isinstance(default, tuple) else default for name, default in own.items()}
     own |= train.optim_args

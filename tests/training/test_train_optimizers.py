@@ -191,6 +191,19 @@ def _described_wholly(optimizer: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------------ muon
 
 
+def test_states_of_an_earlier_run_s_embedding_are_not_asked_of_the_next_run_s_weights() -> None:
+    """bitsandbytes keeps, for the whole process and by their numbers, whose states have 32 bits."""
+    _require("adamw_bnb_8bit")
+    whole, part = _model(), _model()
+    part.requires_grad_(False).model.layers[0].mlp.requires_grad_(True)
+    kinds = []
+    for model in (whole, part):
+        optimizer = _made(model, "adamw_bnb_8bit")
+        _steps(model, optimizer, range(1))
+        kinds.append([state["state1"].dtype for state in optimizer.state.values()])
+    assert kinds[0][0] == torch.float32 and set(kinds[1]) == {torch.uint8}
+
+
 def test_muon_updates_hidden_matrices_and_adamw_all_other_weights_as_torch_does() -> None:
     model, expected = _model(), _model()
     hidden = [
