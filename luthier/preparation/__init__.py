@@ -171,9 +171,11 @@ def hold_out(
 
 def empty_side(size: float | int, wanted: int, num_rows: int) -> UserError:
     """What to raise where holding out rows leaves nothing on a side."""
+    what = "nothing to evaluate on" if wanted < 1 else "nothing is left to train on"
+    if 0 < wanted < num_rows:
+        what += f", as {counted(num_rows - wanted, 'other row is', 'other rows are')} the same as what is held out"
     return UserError(
-        f"data.eval_split={size:g} holds out {wanted} of {counted(num_rows, 'row')}: "
-        + ("nothing to evaluate on" if wanted < 1 else "nothing is left to train on"),
+        f"data.eval_split={size:g} holds out {wanted} of {counted(num_rows, 'row')}: {what}",
         hint="choose another data.eval_split, or name evaluation data with data.eval",
     )
 

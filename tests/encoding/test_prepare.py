@@ -270,10 +270,13 @@ def test_which_rows_are_held_out_is_known_before_any_is_read(tmp_path, make_conf
     assert prepared.train.numbering.counts == (40,)
 
 
-@pytest.mark.parametrize("size", [0.95, 5])
-def test_a_split_with_an_empty_side_is_refused(tmp_path, make_config, size):
-    rows = write(tmp_path / "rows.jsonl", [line(f"row {n}") for n in range(5)])
-    with pytest.raises(UserError, match=r"data\.eval_split"):
+@pytest.mark.parametrize(
+    ("size", "alike", "said"),
+    [(0.95, False, "train on$"), (5, False, "train on$"), (0.2, True, "4 other rows are the same")],
+)
+def test_a_split_with_an_empty_side_is_refused(tmp_path, make_config, size, alike, said):
+    rows = write(tmp_path / "rows.jsonl", [line("row" if alike else f"row {n}") for n in range(5)])
+    with pytest.raises(UserError, match=rf"data\.eval_split.*{said}".replace("$", "\n")):
         prepare(make_config(rows, eval_split=size), LetterEncoder())
 
 
