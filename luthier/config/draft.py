@@ -365,17 +365,28 @@ def _texts(draft: Draft) -> Iterator[tuple[str, str]]:
             yield f"{at}.train_on", why
     if not objective.kind.has_head:
         yield "template.train_stop", "a reward model learns a number for each answer, and no tokens"
-    if all(map(_is_text, sources)):
+    formats = {known_format(source) for source in sources}
+    if formats == {Format.TEXT}:
         for key in _OF_MESSAGES_IN_RUN:
             yield f"template.{key}", "all rows are plain text, without messages"
-    if not any(source.format is Format.AUTO or _is_text(source) for source in sources):
+    if not formats & {None, Format.TEXT}:
         yield "data.document_end", "no rows are plain text"
 
 
-def _is_text(source: SourceConfig) -> bool:
-    """Whether the rows of a data set are known to be plain text before they are looked at."""
-    is_file_of_text = bool(_LINES.search(source.path.partition("#")[0]))
-    return source.format is Format.TEXT or (source.format is Format.AUTO and is_file_of_text)
+def known_format(source: SourceConfig) -> str | None:
+    """The format of the rows of a data set, if it is known before they are looked at."""
+    if source.format is not Format.AUTO:
+        return source.format
+    return Format.TEXT if _LINES.search(source.path.partition("#")[0]) else None
+
+
+def unread_by_rows(kind: str) -> Iterator[tuple[str, str]]:
+    """Keys of a data set that mean nothing to rows of this format, and why."""
+    if kind == Format.TEXT:
+        for key in _OF_MESSAGES:
+            yield key, "its rows are plain text, without messages"
+    else:
+        yield "prompt_format", f"it is about plain text, and the rows are of format {kind}"
 
 
 def _steps(draft: Draft) -> Iterator[tuple[str, str]]:
@@ -445,11 +456,8 @@ def _export(draft: Draft) -> Iterator[tuple[str, str]]:
 
 
 def _source(source: SourceConfig) -> Iterator[tuple[str, str]]:
-    if _is_text(source):
-        for key in _OF_MESSAGES:
-            yield key, "its rows are plain text, without messages"
-    elif source.format is not Format.AUTO:
-        yield "prompt_format", f"it is about plain text, and the rows are of format {source.format}"
+    if (kind := known_format(source)) is not None:
+        yield from unread_by_rows(kind)
     if source.path.startswith(("hub:", "modelscope:", "preset:")):
         return
     path = source.path.partition("#")[0]

@@ -22,6 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from luthier.config.choices import rows_of_slice
+from luthier.config.draft import known_format, unread_by_rows
 from luthier.config.inputs import SourceConfig
 from luthier.errors import RowError, SourceError
 from luthier.records import (
@@ -115,11 +116,15 @@ class Source:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """How the files are read, in sentences, where the config leaves it to a default, to their header or their
-        names."""
+        """How the files are read, in sentences, where the config leaves it to a default, to their header, their names
+        or their rows."""
+        config, told = self.config, list[str]()
+        if known_format(config) is None:  # else the check before the run has told it
+            unread = unread_by_rows(self.format)
+            told += [f"{key} is not read: {why}" for key, why in unread if key in config.model_fields_set]
         if not isinstance(self.origin, LocalFiles):
-            return ()
-        file, config, told = self.origin.files[0], self.config, list[str]()
+            return tuple(told)
+        file = self.origin.files[0]
         if file.kind is FileKind.TXT:
             hint = "" if config.documents else " (a default: documents chooses line, paragraph or file)"
             told.append(f"each {file.documents} is a document with an end token of its own{hint}")

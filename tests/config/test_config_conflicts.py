@@ -468,6 +468,7 @@ def test_settings_near_those_are_taken(lines: str, data: str) -> None:
 WRONG_ANSWERS = [
     ("rewards: [{url: 'localhost:8000/score'}]", "rollout.rewards[0].url", "http://localhost:9000"),
     ("rewards: [{url: 'http://here:99999'}]", "rollout.rewards[0].url", "no address|is not the address"),
+    ("rewards: [{function: 'code.py:polite', revision: v2}]", "rollout.rewards[0].revision", "of a model of the Hub"),
     ("rewards: [{url: 'http://me:secret@here'}]", "rollout.rewards[0].url", "password"),
     ("rewards: [{function: 'code.py:nosuch'}]", "rollout.rewards[0].function", "defines no 'nosuch'.*polite, Shop"),
     ("rewards: [{function: 'broken.py:polite'}]", "rollout.rewards[0].function", "cannot be read as Python"),

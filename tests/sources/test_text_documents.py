@@ -176,5 +176,11 @@ def test_what_a_document_is_and_a_separator_that_was_found_are_told(tmp_path: Pa
     assert "paragraph" in remarks("a.txt", "text\n", documents="paragraph")[0]
     assert "file" in remarks("a.md", "text\n")[0]
     assert "';'" in remarks("a.csv", "prompt;completion\nHi;You\n")[0]
+    (told,) = remarks("a.jsonl", '{"text": "a"}\n', drop_system=True)
+    assert told == "drop_system is not read: its rows are plain text, without messages"
+    (told,) = remarks("b.jsonl", '{"prompt": "Hi", "completion": "You"}\n', prompt_format=["Q: {prompt}"])
+    assert told == "prompt_format is not read: it is about plain text, and the rows are of format prompt_completion"
+    assert remarks("a.jsonl", '{"text": "a"}\n', prompt_format=["Q: {q}"]) == ()
+    assert remarks("a.jsonl", '{"text": "a"}\n', format="text", drop_system=True) == (), "it was told before"
     assert remarks("a.csv", "prompt,completion\nHi,You\n") == ()
     assert remarks("a.jsonl", '{"text": "row"}\n') == ()
