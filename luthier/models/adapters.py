@@ -340,16 +340,16 @@ def _with_exact_modules(model: PeftModel) -> PeftModel:
     return model
 
 
-def _take_exact(trained: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _take_exact(trained: nn.Module, args: object, kwargs: dict[str, object]) -> tuple[object, dict[str, object]]:
     dtype = next(trained.parameters()).dtype
     return _floats_as(dtype, args), {name: _floats_as(dtype, value) for name, value in kwargs.items()}
 
 
-def _give_back(dtype: torch.dtype, _module: nn.Module, _args: object, given: Any) -> Any:
+def _give_back(dtype: torch.dtype, _module: nn.Module, _args: object, given: object) -> object:
     return _floats_as(dtype, given)
 
 
-def _floats_as(dtype: torch.dtype, value: Any) -> Any:
+def _floats_as(dtype: torch.dtype, value: object) -> object:
     if isinstance(value, tuple):
         return tuple(_floats_as(dtype, each) for each in value)
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
