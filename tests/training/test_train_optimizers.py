@@ -157,6 +157,19 @@ def test_a_saved_state_goes_on_to_the_last_bit_or_is_refused(tmp_path: Path, opt
         assert torch.equal(one, other), name
 
 
+def test_a_state_of_weights_that_had_16_bits_goes_on_beside_weights_that_have_32() -> None:
+    """Earlier versions trained modules beside an adapter in the base's type."""
+    before, now = _model().to(torch.bfloat16), _model()
+    optimizer = _made(before, "adamw_torch")
+    for parameter in before.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    again = _made(now, "adamw_torch")
+    put_optimizer_state(again, copy.deepcopy(optimizer_state(optimizer, None, sharded=False, keep=True)))
+    _steps(now, again, range(2))
+    assert {kept["exp_avg"].dtype for kept in again.state.values()} == {torch.float32}
+
+
 OTHER = {float: 0.5, bool: True, int: 3}
 
 

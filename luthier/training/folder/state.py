@@ -331,13 +331,18 @@ def put_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any], order: list[int]) -> None:
-    """torch gives what it loads the weight's type, and some optimizers keep float32 beside weights of 16 bits."""
+    """torch gives what it loads the weight's type, and some optimizers keep float32 beside weights of 16 bits, or what
+    their settings name. Only 16 bits that none names become float32: the weight had 16 bits in an earlier version."""
+    asked = {value for group in optimizer.param_groups for value in group.values() if isinstance(value, torch.dtype)}
     for number, weight in zip(order, _weights(optimizer), strict=True):
         for name, value in saved["state"].get(number, {}).items():
             there = optimizer.state[weight].get(name)
             is_cast = isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor) and there.dtype != value.dtype
-            if is_cast and not isinstance(there, DTensor):
-                optimizer.state[weight][name] = value.to(there.device)
+            if not is_cast or isinstance(there, DTensor):
+                continue
+            if weight.dtype is torch.float32 and value.dtype in {torch.bfloat16, torch.float16} - asked:
+                continue
+            optimizer.state[weight][name] = value.to(there.device)
 
 
 def _settings(group: Mapping[str, object]) -> dict[str, object]:
