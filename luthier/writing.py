@@ -92,11 +92,17 @@ def whole_file(
 ) -> Iterator[IO[bytes]]:
     """A file to write to, which takes its name where the block ends well; where it does not, nothing is left.
 
+    A pipe or a device is written to as it is: a file would else take the place of ``/dev/null``.
+
     ``temporary``: the name until then, which writers that may run at once must each choose for themselves. ``durable``:
     the file also survives a power cut; else it may be empty after one. Raises ``OSError``.
     """
     if path.is_dir():  # ``.`` has no name to put anything beside
         raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+    if is_stream(path):
+        with path.open("ab") as stream:
+            yield stream
+        return
     temporary = path.with_name(path.name + ".partial") if temporary is None else temporary
     try:
         before("create", path)
@@ -115,6 +121,12 @@ def whole_file(
     if durable:  # a rename is on the disk only when the folder is
         before("sync_folder", path.parent)
         sync(path.parent)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a path is a pipe or a device, or one of this process, such as ``/dev/stdout``, whatever that is."""
+    own = os.path.realpath(path.parent) in ("/dev", os.path.realpath("/dev/fd"))
+    return own or (path.exists() and not path.is_file())
 
 
 def write_whole(

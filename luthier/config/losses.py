@@ -275,7 +275,7 @@ def _reward_model_faults(draft: Draft, key: str, reward: RewardConfig) -> Iterat
             "only a model of its own is quantized by itself" if reward.is_model else "only a reward model is quantized"
         )
         yield draft.problem(f"{key}.quantization", what, "remove it, or name a model")
-    if reward.model is None and draft.given(f"{key}.revision"):
+    if reward.model is None and reward.revision != type(reward).model_fields["revision"].default:
         yield draft.problem(f"{key}.revision", "it is that of a model of the Hub", "remove it, or name a model")
 
 

@@ -121,7 +121,8 @@ class Source:
         config, told = self.config, list[str]()
         if known_format(config) is None:  # else the check before the run has told it
             unread = unread_by_rows(self.format)
-            told += [f"{key} is not read: {why}" for key, why in unread if key in config.model_fields_set]
+            usual = SourceConfig(path=config.path, same_role=config.same_role)  # which may be that of all data sets
+            told += [f"{key} is not read: {why}" for key, why in unread if getattr(config, key) != getattr(usual, key)]
         if not isinstance(self.origin, LocalFiles):
             return tuple(told)
         file = self.origin.files[0]

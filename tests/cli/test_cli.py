@@ -11,6 +11,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from luthier import library
 from luthier.__main__ import app, run
 from luthier.cli.configuring import Senses
 from luthier.errors import ModelError, RowError
-from luthier.writing import shortened
+from luthier.writing import is_stream, shortened, write_text
 from tests.conftest import HANG_SECONDS
 from tests.programs import start_program
 
@@ -146,6 +147,20 @@ def test_a_mistake_is_told_as_json_too(tmp_path: Path, capsys: pytest.CaptureFix
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["type"] == "ConfigError"
     assert [problem["key"] for problem in error["problems"]] == ["train.max_steps"]
+
+
+def test_a_pipe_or_a_device_is_written_to_and_no_file_takes_its_place(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    write_text(pipe, "{}")
+    reader.join(HANG_SECONDS)
+    assert read == ["{}"] and pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+    assert is_stream(Path(os.devnull)) and is_stream(Path("/dev/stdout")) and is_stream(Path("/dev/fd/1"))
+    (tmp_path / "file").touch()
+    assert not is_stream(tmp_path / "file") and not is_stream(tmp_path / "new")
 
 
 @pytest.mark.parametrize(
