@@ -267,7 +267,8 @@ def _at_odds(draft: Draft) -> Iterator[str]:
         )
     data, rollout = draft.config.data, draft.config.rollout
     if data.mixture.by is not MixtureBy.EPOCHS and _has_one_set(draft):
-        yield f"{draft.cite('data.mixture.by')}: the one training set has the whole share, in an order of its own"
+        what = "there is one training set, so that this changes nothing but the order of its rows"
+        yield f"{draft.cite('data.mixture.by')}: {what}"
     if rollout.updates == rollout.passes == 1 and not rollout.engine.is_elsewhere:
         for key in (key for key in _CLIPS if draft.given(key)):
             yield (

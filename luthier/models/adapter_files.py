@@ -41,6 +41,7 @@ from luthier.config.adapters import MUTATING
 from luthier.config.choices import AdapterType
 from luthier.config.schema import AdapterConfig
 from luthier.errors import ModelError
+from luthier.models.adapter_targets import with_exact_modules
 from luthier.models.quantized import dequantized, is_quantized, page_out
 from luthier.writing import counted, write_text
 
@@ -115,7 +116,7 @@ def continue_adapter(model: PreTrainedModel, section: AdapterConfig, source: str
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"adapter.name_or_path {source!r} does not fit the model: {error}") from error
     _check_fit(adapted, source)
-    set_matrices(adapted, load_peft_weights(source, device="cpu"))
+    set_matrices(with_exact_modules(adapted), load_peft_weights(source, device="cpu"))
     return adapted
 
 
@@ -132,7 +133,7 @@ def load_to_answer(model: PreTrainedModel | PeftModel, source: str, name: str = 
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"the adapter in {source} does not fit its base: {error}") from error
     _check_fit(adapted, source, "the adapter", name=name)
-    set_matrices(adapted, load_peft_weights(source, device="cpu"), name)
+    set_matrices(with_exact_modules(adapted), load_peft_weights(source, device="cpu"), name)
     return adapted
 
 
@@ -199,11 +200,6 @@ def merge_adapter(model: PeftModel, dtype: torch.dtype | None = None) -> PreTrai
     A quantized base is dequantized before: a sum that was rounded to few bits again would not be what was trained.
     Raises `ModelError` where transformers cannot dequantize it.
     """
-    for module in model.modules():
-        if isinstance(module, ModulesToSaveWrapper):  # trained in float32
-            for trained in module.modules_to_save.values():
-                for weight, was in zip(trained.parameters(), module.original_module.parameters(), strict=True):
-                    weight.data = weight.data.to(was.dtype)
     base = model.get_base_model()
     if is_quantized(base):
         with tempfile.TemporaryDirectory(prefix="luthier_adapter_") as folder, quiet_peft():
@@ -212,7 +208,12 @@ def merge_adapter(model: PeftModel, dtype: torch.dtype | None = None) -> PreTrai
             give_back_freed()
             with quiet_peft(folder):
                 model = PeftModel.from_pretrained(base, folder)
-            set_matrices(model, load_peft_weights(folder, device="cpu"))
+            set_matrices(with_exact_modules(model), load_peft_weights(folder, device="cpu"))
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):  # trained in float32
+            for trained in module.modules_to_save.values():
+                for weight, was in zip(trained.parameters(), module.original_module.parameters(), strict=True):
+                    weight.data = weight.data.to(dtype or was.dtype)
     _take_in_rows(model)
     _untie(model)
     _merge_layers(model, dtype)
@@ -450,13 +451,15 @@ def _check_fit(adapted: PeftModel, source: str, key: str = "adapter.name_or_path
 
 @torch.no_grad()
 def set_matrices(adapted: PeftModel, weights: Mapping[str, torch.Tensor], name: str = "default") -> None:
-    """Give an adapter's matrices what a file has under their own names. PEFT, which loads them before, takes those of
-    some models (DeepSeek-OCR 2) for names in files of their base, renames them, and leaves the matrices as they were.
+    """Give an adapter's matrices, and modules that are trained whole, what a file has under their own names.
+
+    PEFT loads them before. It takes matrices of some models (DeepSeek-OCR 2) for weights of their base, renames them,
+    and leaves the model's as they were; and it rounds the modules to the type of the base.
     """
     with quiet_peft():
         own = get_peft_model_state_dict(adapted, adapter_name=name, save_embedding_layers=False)
     for key, matrix in own.items():
-        if key in weights and _IS_OF_ADAPTER.search(key):
+        if key in weights:
             value = weights[key].to(matrix.device)
             if isinstance(matrix, DTensor):  # sharded; each rank has read the whole file
                 value = distribute_tensor(value, matrix.device_mesh, matrix.placements, src_data_rank=None)

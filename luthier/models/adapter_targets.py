@@ -1,5 +1,6 @@
 """Which layers get an adapter: those that ``adapter.target_modules`` names, but for layers where it would have no
-effect. Layers that PEFT would leave out, as it takes their names for those of experts, get one too.
+effect. Layers that PEFT would leave out, as it takes their names for those of experts, get one too. And modules that
+are trained whole beside it.
 """
 
 from __future__ import annotations
@@ -7,9 +8,11 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable
+from functools import partial
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
+from peft.utils.other import ModulesToSaveWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers import PreTrainedModel
@@ -244,3 +247,36 @@ def _is_of_experts(model: PreTrainedModel, name: str) -> bool:
 def _is_whole_weight(layer: nn.Module) -> bool:
     weight: torch.Tensor = layer.weight.data  # type: ignore[assignment]
     return type(weight) is torch.Tensor and weight.is_floating_point()
+
+
+# --------------------------------------------------------------------------------------------- modules trained whole
+
+
+def with_exact_modules(model: PeftModel) -> PeftModel:
+    """Modules that are trained whole get float32 weights, as PEFT gives its matrices: the optimizer's updates are too
+    small for 16 bits. They take from the layers around them, and give these, what they did before."""
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            for trained in module.modules_to_save.values():
+                rough = [weight for weight in trained.parameters() if weight.dtype in (torch.bfloat16, torch.float16)]
+                if rough:
+                    trained.register_forward_pre_hook(_take_exact, with_kwargs=True)
+                    module.register_forward_hook(partial(_give_back, rough[0].dtype))
+                for weight in rough:
+                    weight.data = weight.data.float()
+    return model
+
+
+def _take_exact(trained: nn.Module, args: object, kwargs: dict[str, object]) -> tuple[object, dict[str, object]]:
+    dtype = next(trained.parameters()).dtype
+    return _floats_as(dtype, args), {name: _floats_as(dtype, value) for name, value in kwargs.items()}
+
+
+def _give_back(dtype: torch.dtype, _module: nn.Module, _args: object, given: object) -> object:
+    return _floats_as(dtype, given)
+
+
+def _floats_as(dtype: torch.dtype, value: object) -> object:
+    if isinstance(value, tuple):
+        return tuple(_floats_as(dtype, each) for each in value)
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -7,13 +7,12 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from peft import EvaConfig, LoraConfig, OFTConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
-from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -61,8 +60,8 @@ def apply_adapter(
             return model
         case AdapterType.LORA | AdapterType.OFT | AdapterType.VERA:
             if section.name_or_path is not None:
-                return _with_exact_modules(continue_adapter(model, section, section.name_or_path))
-            return _with_exact_modules(_new_adapter(model, section, parts, new_ids))
+                return continue_adapter(model, section, section.name_or_path)
+            return adapter_targets.with_exact_modules(_new_adapter(model, section, parts, new_ids))
         case _:
             raise AssertionError(section.type)
 
@@ -323,36 +322,6 @@ def _new_adapter(
     _check_patterns(adapted, section)
     check_first_values(adapted, section)
     return adapted
-
-
-def _with_exact_modules(model: PeftModel) -> PeftModel:
-    """Modules that are trained whole get float32 weights, as PEFT gives its matrices: the optimizer's updates are too
-    small for 16 bits. They take from the layers around them, and give these, what they did before."""
-    for module in model.modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            for trained in module.modules_to_save.values():
-                rough = [weight for weight in trained.parameters() if weight.dtype in (torch.bfloat16, torch.float16)]
-                if rough:
-                    trained.register_forward_pre_hook(_take_exact, with_kwargs=True)
-                    module.register_forward_hook(partial(_give_back, rough[0].dtype))
-                for weight in rough:
-                    weight.data = weight.data.float()
-    return model
-
-
-def _take_exact(trained: nn.Module, args: object, kwargs: dict[str, object]) -> tuple[object, dict[str, object]]:
-    dtype = next(trained.parameters()).dtype
-    return _floats_as(dtype, args), {name: _floats_as(dtype, value) for name, value in kwargs.items()}
-
-
-def _give_back(dtype: torch.dtype, _module: nn.Module, _args: object, given: object) -> object:
-    return _floats_as(dtype, given)
-
-
-def _floats_as(dtype: torch.dtype, value: object) -> object:
-    if isinstance(value, tuple):
-        return tuple(_floats_as(dtype, each) for each in value)
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _lora_config(model: PreTrainedModel, section: AdapterConfig, **common: object) -> LoraConfig:

@@ -161,7 +161,7 @@ class Renderer:
         touches_tags = self._touches_tags(template, strings)
         found = self.control.count(strings) if touches_tags else {}
         variants = self._known((row.train_on, row.weight, *ends, shapes, tools.shape))
-        if sum(map(len, all_strings)) >= SMALL_ROW:  # for its limits: a recording may be that of a shorter row
+        if sum(map(len, all_strings)) >= SMALL_ROW:  # the recording of a shorter row would hide that it exceeds a limit
             template.render(row.messages, row.tools, generation_prompt=row.add_generation_prompt)
         for known in variants:
             values = known.blueprint.values(all_strings)

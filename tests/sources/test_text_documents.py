@@ -182,9 +182,8 @@ def test_what_a_document_is_and_a_separator_that_was_found_are_told(tmp_path: Pa
     assert told == "prompt_format is not read: it is about plain text, and the rows are of format prompt_completion"
     assert remarks("a.jsonl", '{"text": "a"}\n', prompt_format=["Q: {q}"]) == ()
     assert remarks("a.jsonl", '{"text": "a"}\n', format="text", drop_system=True) == (), "it was told before"
-    every_key = SourceConfig(path="a.jsonl", same_role="keep").model_dump(
-        exclude={"path"}
-    )  # as a run's folder has them
+    # a run's folder has all keys
+    every_key = SourceConfig(path="a.jsonl", same_role="keep").model_dump(exclude={"path"})
     assert remarks("a.jsonl", '{"text": "a"}\n', **every_key) == ()
     assert remarks("a.csv", "prompt,completion\nHi,You\n") == ()
     assert remarks("a.jsonl", '{"text": "row"}\n') == ()

@@ -423,6 +423,33 @@ def test_layers_that_are_linear_by_name_alone_get_no_adapter_and_are_not_quantiz
         adapters.apply_adapter(_with_unlike_layers(name)[0], refused)
 
 
+@pytest.mark.parametrize("how", ["answered", "continued", "merged"])
+def test_modules_that_were_trained_in_32_bits_keep_them_wherever_their_adapter_is_loaded(
+    how: str, tmp_path: Path
+) -> None:
+    section = AdapterConfig(type=AdapterType.LORA, modules_to_save=["norm", "lm_head"])
+    trained = adapters.apply_adapter(tiny_model("qwen3").to(torch.bfloat16), section)
+    with torch.no_grad():
+        for weight in trained.parameters():
+            if weight.requires_grad:
+                weight += 1e-3  # a quarter of the distance of numbers around 1 in bfloat16
+    adapter_files.save_adapter(cast(Any, trained), tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    base = tiny_model("qwen3").to(torch.bfloat16)
+    if how == "continued":
+        found = adapters.apply_adapter(base, section.model_copy(update={"name_or_path": str(tmp_path)}))
+    else:
+        found = adapter_files.load_to_answer(base, str(tmp_path))
+    if how == "merged":
+        found = adapter_files.merge_adapter(cast(PeftModel, found), torch.float32)
+    held = {name.replace("modules_to_save.default.", ""): weight for name, weight in found.state_dict().items()}
+    prefix = "base_model.model." if how == "merged" else ""
+    whole = [name for name in saved if "lora" not in name]
+    assert len(whole) > 5
+    for name in whole:
+        assert torch.equal(held[name.removeprefix(prefix)], saved[name]), name
+
+
 def test_a_linear_layer_of_a_models_own_code_that_takes_other_inputs_gets_no_adapter() -> None:
     class Gated(torch.nn.Linear):
         __module__ = "transformers_modules.own.modeling_own"
