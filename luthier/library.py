@@ -283,11 +283,9 @@ def schedule_of(loaded: Loaded) -> StreamPlan:
     from luthier.config import num_processes
     from luthier.loader.numbered_rows import NumberedRows
     from luthier.loader.settings import plan_of_run
-    from luthier.training.data import check_some_left
+    from luthier.training.data import check_sides
 
-    loaded.train.ledger.check(max_drop=loaded.config.data.max_drop)
-    check_some_left("training", loaded.train, loaded.config)
-    loaded.train.table()  # raises where there is nobody to draw a completion from
+    check_sides(loaded.config, loaded.train, loaded.held_out)
     return plan_of_run(loaded.config, NumberedRows.of_index(loaded.train), num_ranks=num_processes())
 
 

@@ -152,6 +152,19 @@ def test_plan_show_stats_and_verify_give_records(described: dict[str, Any]) -> N
     assert len(luthier.prepare(described).train) == 12
 
 
+def test_a_plan_is_refused_where_training_would_have_nothing_to_evaluate_on(
+    described: dict[str, Any], tmp_path: Path
+) -> None:
+    long = chat(1)
+    long["messages"][-1]["content"] *= 30
+    (tmp_path / "long.jsonl").write_text(json.dumps(long), encoding="utf-8")
+    described["data"] |= {"eval": str(tmp_path / "long.jsonl"), "max_drop": 1}
+    for command in (luthier.plan, luthier.train):
+        with pytest.raises(luthier.UserError) as caught:
+            command(described)
+        assert caught.value.key == "data.max_length" and "evaluation" in str(caught.value)
+
+
 def test_a_row_is_shown_by_its_address_on_whichever_side_it_is(described: dict[str, Any]) -> None:
     rows = Path(described["data"]["train"])
     rows.write_text("{broken\n" + rows.read_text(encoding="utf-8"), encoding="utf-8")

@@ -83,11 +83,7 @@ def open_run_data(
     or a segment is too long under ``data.overflow: error``.
     """
     train, held_out = cut or cut_rows(config, prepared)
-    train.ledger.check(max_drop=config.data.max_drop)
-    for side, index in (("training", train), ("evaluation", held_out)):
-        if index is not None:
-            check_some_left(side, index, config)
-            index.table()  # raises where there is nobody to draw a completion from
+    check_sides(config, train, held_out)
     rows = NumberedRows.of_index(train)
     return RunData(
         train=train,
@@ -133,7 +129,16 @@ def open_live_data(config: RunConfig, reader: FeedReader) -> RunData:
     )
 
 
-def check_some_left(side: str, index: SegmentIndex, config: RunConfig) -> None:
+def check_sides(config: RunConfig, train: SegmentIndex, held_out: SegmentIndex | None) -> None:
+    """Raise `BudgetError` or `UserError` where these rows are none to train on, or none to evaluate on."""
+    train.ledger.check(max_drop=config.data.max_drop)
+    for side, index in (("training", train), ("evaluation", held_out)):
+        if index is not None:
+            _check_some_left(side, index, config)
+            index.table()  # raises where there is nobody to draw a completion from
+
+
+def _check_some_left(side: str, index: SegmentIndex, config: RunConfig) -> None:
     """Raise `UserError` where cutting to ``data.max_length`` has left nothing."""
     if len(index) == 0:
         policy = "split" if index.units is UnitKind.NONE else "truncate, which shortens prompts"
@@ -210,7 +215,7 @@ def _evaluation(
             for row in portion.lost:
                 reader.lost.add(row.error, split="eval", raw=row.raw)
         reader.lost.add_all(index.losses(), split="eval")
-    check_some_left("evaluation", index, config)
+    _check_some_left("evaluation", index, config)
     return index
 
 
