@@ -28,7 +28,7 @@ from luthier.encoding.tokenizer import Tokenizer
 from luthier.errors import RowError, TemplateError
 from luthier.records import Conversation, MediaPiece, Message, Piece, Text, TextPiece
 from luthier.rendering.render import Renderer
-from luthier.rendering.replies import ReplyDelta, ReplyForm, joined_deltas
+from luthier.rendering.replies import Field, ReplyDelta, ReplyForm, joined_deltas
 from luthier.rendering.replies.learning import TEXT, THINKING, TOOLS, learn_replies
 from luthier.rendering.replies.scanner import ReplyScanner
 from luthier.rendering.targets import TargetPolicy
@@ -218,6 +218,17 @@ def reply_form(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None =
         if len(known) > MOST_FORMS:  # variables may be those of a server's clients
             del known[next(iter(known))]
     return known[key]
+
+
+def end_of_thoughts(tokenizer: Tokenizer) -> str | None:
+    """What ends a thought under the tokenizer's chat template, ``</think>``; None where the template shows no thoughts,
+    or where its answers cannot be read back."""
+    try:
+        form = reply_form(tokenizer)
+    except TemplateError:
+        return None
+    edges = [edge.text for edge in form.edges.get(Field.THOUGHT, ()) if edge.target is Field.CONTENT]
+    return form.signs.spelled(min(edges, key=len)).strip() or None if edges else None
 
 
 def _of_run(description: RunDescription) -> Tokenizer:

@@ -41,6 +41,7 @@ class DrawnAnswer:
                       nobody has drawn it, and its text counts
     messages          those of the conversation, as records
     has_media         the prompt holds pictures, videos or sounds
+    thought_end       what ends a thought (``</think>``), where the chat template shows any
     """
 
     prompt: str
@@ -57,11 +58,23 @@ class DrawnAnswer:
     ids: NDArray[np.int32] | None = None
     messages: tuple[Message, ...] = ()
     has_media: bool = False
+    thought_end: str | None = None
+
+    @property
+    def said(self) -> str:
+        """The answer without the thought before it: what metrics compare."""
+        return behind_thought(self.generated, self.thought_end)
 
     def saying(self, text: str, num_tokens: int) -> DrawnAnswer:
         """The same question with another answer, which is finished. No environment has seen it."""
         other = replace(self, generated=text, num_tokens=num_tokens, finished=True, outcome=None)
         return replace(other, ids=None, conversation=(), messages=())
+
+
+def behind_thought(text: str, thought_end: str | None) -> str:
+    """``<think>Hm.</think> Five.`` -> ``Five.``; all of a text in which no thought ends."""
+    _, found, behind = text.partition(thought_end) if thought_end else ("", "", "")
+    return behind.lstrip() if found else text
 
 
 MATCHES = "matches:"  # before a pattern that whole answers are held against
@@ -187,7 +200,7 @@ class RewardJudge:
 
         def judge(answer: DrawnAnswer) -> float | None:
             expected = expected_of(answer, reward.column)
-            return None if expected is None else of_row(expected, answer.generated)
+            return None if expected is None else of_row(expected, answer.said)
 
         return lambda answers: map(judge, answers)
 

@@ -21,6 +21,7 @@ from luthier.config.optimizers import OPTIMIZERS
 from luthier.config.rollout import DeadGroups
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
+from luthier.encoding.replies import end_of_thoughts
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines import Engine
 from luthier.engines.local import LocalEngine
@@ -292,6 +293,7 @@ def _rollouts(setup: RunSetup, how: CollateSettings, losses: StepLosses, *, shar
         delivery=delivery,
         spare=_spare(setup),
         in_parts=sharding.is_sharded(model),
+        thought_end=end_of_thoughts(tokenizer),
     )
 
 

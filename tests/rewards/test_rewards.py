@@ -152,6 +152,15 @@ def test_rewards_are_weighted_and_added_up(file: Path) -> None:
     assert not found.missing
 
 
+def test_metrics_compare_what_stands_behind_a_thought_and_functions_read_all_of_it(file: Path) -> None:
+    drawn = ["<think>\nHm.\n</think>\n\nfour", "<think>\n\n</think>\n\nfour", "four", "<think>\nIt may be four"]
+    told = [answer(text, thought_end="</think>") for text in drawn]
+    found = judged([RewardConfig(metric="exact"), RewardConfig(function=f"{file}:length")], told)
+    assert found.values_NF[:, 0].tolist() == [1, 1, 1, 0]
+    assert found.values_NF[:, 1].tolist() == [len(text) - 4 + 12 for text in drawn]
+    assert not judged([RewardConfig(metric="exact")], [answer(text) for text in drawn[:2]]).total_N.any()
+
+
 def test_no_opinion_counts_nothing_and_without_any_there_is_no_reward(file: Path) -> None:
     silent = RewardConfig(function=f"{file}:silent")
     assert judged([RewardConfig(metric="exact"), silent], [answer("four")]).total_N.tolist() == [1.0]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,15 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from luthier.config.rollout import RewardConfig
 from luthier.encoding import as_prompt
 from luthier.encoding.encoder import Encoder
-from luthier.encoding.replies import DrawnTurn, prompt_of_turns
+from luthier.encoding.replies import DrawnTurn, end_of_thoughts, prompt_of_turns
 from luthier.encoding.tokenizer import Tokenizer
 from luthier.engines import Completion, Finish
+from luthier.metrics import METRICS
 from luthier.presets import tokenizer_folder
 from luthier.records import Address, Conversation, Message, Text, Thinking, ToolCall
 from luthier.rendering.replies.learning import declared
+from luthier.rewards.judging import RewardJudge
+from luthier.training.generate import Question, question_of
 from luthier.training.rollouts import talks
+from luthier.training.rollouts.drawing import Rollouts
+from luthier.training.rollouts.held_out import HeldOutTalks
 from luthier.training.rollouts.talks import AnswerTree, ModelCall, Trajectory, answer_tree
 from tests.oracles.catalogue import catalogue
 from tests.oracles.vocabulary import encoder_of
@@ -198,6 +205,37 @@ def test_ids_that_were_drawn_stand_in_the_next_prompt_and_are_learned_as_they_ar
     assert len(tree.sample.branches) == 1
     canonical = prompt_of_turns(encoder, Conversation(messages=tuple(messages[:-1]), tools=tools)).ids
     assert len(answer.calls[-1].prompt) > len(canonical), "what was drawn is in other ids than the tokenizer's"
+
+
+@pytest.mark.parametrize("name", [*THINK, "trl/qwen3_5_think", "named/llama3_1"])
+def test_the_right_answer_is_told_without_the_empty_thought_that_the_template_writes(name: str, tmp_path: Path) -> None:
+    encoder = encoder_of(tokenizer_folder("tiny"), tmp_path, catalogue()[name])
+    end = end_of_thoughts(encoder.tokenizer)
+    assert end == (None if name == "named/llama3_1" else "</think>")
+    messages = tuple(Message(role=role, parts=(Text(text="Five."),)) for role in ("user", "assistant"))
+    (segment,) = encoder.encode(Conversation(messages=messages)).segments()
+    question = question_of(segment, frozenset(encoder.tokenizer.stop_token_ids))
+    assert question is not None
+    rollouts: Any = SimpleNamespace(tokenizer=encoder.tokenizer, thought_end=end)
+    asked = Rollouts.asked_text(rollouts, 0, question)
+    assert (asked.expected, asked.thought_end) == ("Five.", end)
+
+
+def test_a_held_out_conversation_whose_last_message_thinks_is_right_by_what_it_says(tmp_path: Path) -> None:
+    encoder = encoder_of(tokenizer_folder("tiny"), tmp_path, catalogue()["trl/qwen3"])
+    asked = Message(role="user", parts=(Text(text="So?"),))
+    thinks = Message(role="assistant", parts=(Thinking(text="Hm."), Text(text="Five.")))
+    answer, _ = talk(encoder, [asked, thinks], ())
+    (expected,) = encoder.tokenizer.encode_runs(["Five."])
+    question = Question(prompt=answer.calls[0].prompt, answer=expected, address=Address(file="rows.jsonl", row=1))
+    rollouts = object.__new__(Rollouts)
+    rollouts.tokenizer, rollouts.thought_end = encoder.tokenizer, end_of_thoughts(encoder.tokenizer)
+    rollouts.judge = RewardJudge([RewardConfig(metric="exact")])
+    draws: Any = SimpleNamespace(draw=lambda *_, **__: {(0, 0): answer})
+    held_out = HeldOutTalks(questions=[question], greedy=draws, drawn=draws, note=lambda *_: None)
+    found = held_out.answer_all(0, rollouts, {"exact": METRICS.named("exact")})
+    assert found.records[0].equal and "Hm." in found.records[0].generated
+    assert [found.metrics[name]["mean"] for name in ("exact", "greedy/reward", "sampled/reward")] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("name", THINK)

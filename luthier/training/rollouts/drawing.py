@@ -27,7 +27,7 @@ from luthier.errors import CheckpointError, SamplerLost, TrainingError
 from luthier.loader.reader import BatchReader, PlannedMicroBatch
 from luthier.objectives.policy_losses import Advantage, advantages
 from luthier.records import Batch, Ints, Segment
-from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge
+from luthier.rewards.judging import DrawnAnswer, Judged, RewardJudge, behind_thought
 from luthier.sources.formats.turns import message_row
 from luthier.training import rollouts
 from luthier.training.generate import Question, question_of, shown
@@ -92,6 +92,7 @@ class Rollouts:
     refused: dict[int, str] = field(default_factory=dict)  # why, by the number of the question, in the last step
     delivery: Delivery | None = None  # where something else draws than the model in this process
     spare: SparePrompts | None = None  # where other prompts are asked for those that teach nothing
+    thought_end: str | None = None  # as of `DrawnAnswer`
     in_parts: bool = False  # whether ranks share the weights of the model, so that they make as many passes
     _ahead: ahead.DrawingAhead | None = None
     _read_ahead: dict[int, list[tuple[Question, Segment]]] = field(default_factory=dict)
@@ -424,9 +425,11 @@ class Rollouts:
 
     def asked_text(self, key: int, question: Question) -> DrawnAnswer:
         """The question of number ``key`` for what judges answers to it, without an answer yet."""
+        end = self.thought_end
         return DrawnAnswer(
+            thought_end=end,
             prompt=shown(question, self.tokenizer),
-            expected=question.expected(self.tokenizer),
+            expected=None if (right := question.expected(self.tokenizer)) is None else behind_thought(right, end),
             columns=question.columns,
             generated="",
             finished=False,

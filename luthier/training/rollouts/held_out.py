@@ -15,7 +15,7 @@ from luthier.errors import UserError
 from luthier.metrics import JUDGE, Answered, Metric, measured, told_of_values
 from luthier.packing import Segments
 from luthier.records import Address, Segment
-from luthier.rewards.judging import DrawnAnswer, RewardJudge
+from luthier.rewards.judging import DrawnAnswer, RewardJudge, behind_thought
 from luthier.sources.origins import resolve_sources
 from luthier.sources.source import RowsByAddress, open_sources
 from luthier.training.generate import Question, answering, wanted
@@ -44,26 +44,24 @@ class HeldOutTalks:
         begun = time.perf_counter()
         found = self.greedy.draw(self.questions, 0, version=step, note=self.note, refused={})
         tokenizer = rollouts.tokenizer
-        records = []
+        records, compared = [], []
         for key, question in enumerate(self.questions):
             answer = found.get((key, 0))
             expected = question.expected(tokenizer) or ""
-            said = "" if answer is None else answer.text(tokenizer)
+            text = "" if answer is None else answer.text(tokenizer)
+            said = behind_thought(text, rollouts.thought_end)
             records.append(
                 GenerationRecord(
                     address=str(question.address),
                     prompt=tokenizer.decode(question.prompt if answer is None else answer.calls[-1].prompt),
                     expected=expected,
-                    generated=said,
+                    generated=text,
                     equal=answer is not None and said == expected,
                     finished=answer is not None and answer.finished,
                 )
             )
-        compared = [
-            Answered(row=one.address, expected=one.expected, generated=(one.generated,))
-            for key, one in enumerate(records)
-            if (key, 0) in found
-        ]
+            if answer is not None:
+                compared.append(Answered(row=str(question.address), expected=expected, generated=(said,)))
         told = GenerationRound(
             step=step,
             records=tuple(records),
