@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from luthier.encoding.measuring import Measurer
 from luthier.encoding.pieces import Assembler
 from luthier.encoding.shortening import Shortener, ShorterRow, renumbered
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
-from luthier.errors import RowDropped, RowError, TemplateError
+from luthier.encoding.tokenizer_files import read_json
+from luthier.errors import RowDropped, RowError, TemplateError, TokenizerError
 from luthier.layout import prompt_tree
 from luthier.media import MediaSource
 from luthier.media.families.table import decoder_of
@@ -65,7 +67,8 @@ class Encoder:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Encoder:
-        """The encoder of a run. Raises `TokenizerError` or `TemplateError` if it cannot be built."""
+        """The encoder of a run. Raises `TokenizerError` or `TemplateError` if it cannot be built, or an adapter that
+        the run begins with was trained with other tokens."""
         encoder = cls(
             config.model,
             config.template,
@@ -76,6 +79,7 @@ class Encoder:
             config.data.document_end,
         )
         encoder.renderer  # noqa: B018  build it now: errors belong to the start of a run
+        _check_trained_rows(config, encoder.tokenizer)
         return encoder
 
     @cached_property
@@ -385,6 +389,30 @@ def _common_length(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     shorter = min(len(one), len(other))
     differs = one[:shorter] != other[:shorter]
     return int(differs.argmax()) if differs.any() else shorter
+
+
+def _check_trained_rows(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raise `TokenizerError` where an existing adapter has trained a row that is another token's here, or none's."""
+    named = [(f"adapter.merge_first[{index}]", name) for index, name in enumerate(config.adapter.merge_first)]
+    if config.adapter.name_or_path is not None:
+        named.append(("adapter.name_or_path", config.adapter.name_or_path))
+    for key, name in named:
+        folder = Path(name).expanduser()
+        settings = read_json(folder, "adapter_config.json", name) or {}
+        found = settings.get("trainable_token_indices") or []
+        rows = set(chain(*found.values()) if isinstance(found, dict) else found)
+        is_whole = bool(settings.get("modules_to_save"))  # an embedding with all of its rows, perhaps
+        spec = (read_json(folder, "tokenizer.json", name) or {}) if rows or is_whole else {}
+        there = {entry["id"]: entry["content"] for entry in spec.get("added_tokens", [])}
+        for number in sorted(rows.union(there if is_whole else ())):
+            here = tokenizer.token(number)
+            if not here or here != there.get(number, here):
+                now = repr(here) if here else "no token"
+                what = (
+                    f"{key} {name!r} was trained with {there.get(number, 'a token')} as id {number}, here it is {now}"
+                )
+                hint = "add its tokens in their order, by model.add_tokens and model.add_special_tokens"
+                raise TokenizerError(what, hint=hint, key=key)
 
 
 def _notes(samples: Sequence[Sample]) -> tuple[tuple[str, int], ...]:

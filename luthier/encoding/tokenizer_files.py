@@ -56,10 +56,10 @@ def find_files(name: str, *, chat_template: str | None, revision: str, cache_dir
     ``chat_template`` replaces the tokenizer's own; ``own_or_NAME`` only where it has none.
     """
     folder = _folder(name, revision, cache_dir)
-    config = _read(folder, "tokenizer_config.json", name) or {}
+    config = read_json(folder, "tokenizer_config.json", name) or {}
     processor_class = _processor_class(folder, config, name)
     family = decoder_of(processor_class)
-    names = _read(folder, "special_tokens_map.json", name) or {}
+    names = read_json(folder, "special_tokens_map.json", name) or {}
     own = _own_template(folder, config, name) or (None if family is None else family.chat_template)
     if chat_template is not None and chat_template.startswith(OWN_OR):
         chat_template = chat_template.removeprefix(OWN_OR) if own is None else None
@@ -68,7 +68,7 @@ def find_files(name: str, *, chat_template: str | None, revision: str, cache_dir
         folder=folder,
         tokenizer=_tokenizer(folder, name),
         config={**names, **config},
-        generation_config=_read(folder, "generation_config.json", name) or {},
+        generation_config=read_json(folder, "generation_config.json", name) or {},
         chat_template=_given_template(chat_template) if chat_template else own,
         template_name=chat_template if chat_template and named_template(chat_template) is not None else None,
         processor_class=processor_class,
@@ -76,7 +76,7 @@ def find_files(name: str, *, chat_template: str | None, revision: str, cache_dir
 
 
 def _processor_class(folder: Path, config: dict[str, object], name: str) -> str | None:
-    processors = [found for file in PROCESSOR_FILES if (found := _read(folder, file, name)) is not None]
+    processors = [found for file in PROCESSOR_FILES if (found := read_json(folder, file, name)) is not None]
     if not processors:
         return None
     return next((str(found["processor_class"]) for found in [*processors, config] if "processor_class" in found), "")
@@ -115,7 +115,7 @@ def _download(name: str, revision: str, cache_dir: Path | None) -> Path:
 
 
 def _tokenizer(folder: Path, name: str) -> dict[str, object]:
-    spec = _read(folder, "tokenizer.json", name)
+    spec = read_json(folder, "tokenizer.json", name)
     if spec is None:
         raise TokenizerError(
             f"{name}: no tokenizer.json in {folder}",
@@ -127,7 +127,8 @@ def _tokenizer(folder: Path, name: str) -> dict[str, object]:
     return {"added_tokens": [], **spec}
 
 
-def _read(folder: Path, file: str, name: str) -> JsonObject | None:
+def read_json(folder: Path, file: str, name: str) -> JsonObject | None:
+    """The object in a file of a tokenizer's folder; None where there is no such file. Raises `TokenizerError`."""
     path = folder / file
     if not path.is_file():
         return None
@@ -146,7 +147,7 @@ def _own_template(folder: Path, config: dict[str, object], name: str) -> str | N
     file = folder / "chat_template.jinja"
     if file.is_file():
         return _template_text(file)
-    template = (_read(folder, "chat_template.json", name) or {}).get("chat_template", config.get("chat_template"))
+    template = (read_json(folder, "chat_template.json", name) or {}).get("chat_template", config.get("chat_template"))
     if isinstance(template, list):  # several named templates; the default is the one for chat
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")

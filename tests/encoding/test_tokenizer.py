@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from luthier.config.inputs import ModelConfig, TemplateConfig
+from luthier.config.loading import load_config
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 from luthier.errors import RowError, TemplateError, TokenizerError, UserError
@@ -200,3 +202,24 @@ def test_a_damaged_file_of_a_tokenizer_is_told_by_its_name(tmp_path: Path, name:
     (tmp_path / name).write_bytes(whole.replace(b'"special"', b'"spexial"', 1).replace(b"message", b"m\xe9ssage", 1))
     with pytest.raises(UserError, match=name):
         Encoder(ModelConfig(name_or_path=str(tmp_path)), TemplateConfig()).tokenizer.control  # noqa: B018
+
+
+@pytest.mark.parametrize("settings", [
+    {"trainable_token_indices": {"embed_tokens": [2048, 2049]}},
+    {"trainable_token_indices": [2048, 2049]},
+    {"modules_to_save": ["embed_tokens"]},
+])  # fmt: skip
+@pytest.mark.parametrize("key", ["name_or_path", "merge_first"])
+def test_rows_that_an_adapter_has_trained_are_of_the_same_tokens(
+    key: str, settings: dict[str, object], tmp_path: Path
+) -> None:
+    spec = json.loads((tokenizer_folder("tiny-qwen3") / "tokenizer.json").read_text())
+    spec["added_tokens"] += [{**spec["added_tokens"][-1], "id": 2048 + n, "content": f"<{n}>"} for n in range(2)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    adapter = {"type": "lora", key: str(tmp_path) if key == "name_or_path" else [str(tmp_path)]}
+    for tokens, fits in ((["<0>", "<1>"], True), (["<0>", "<1>", "<2>"], True), (["<1>", "<0>"], False), ([], False)):
+        model = {"name_or_path": "preset:tiny-qwen3", "add_tokens": tokens}
+        config = load_config({"model": model, "adapter": adapter, "data": {}, "train": {"enabled": False}})
+        with nullcontext() if fits else pytest.raises(TokenizerError, match=rf"adapter\.{key}.*2048"):
+            Encoder.from_config(config)
