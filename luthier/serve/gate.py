@@ -90,6 +90,12 @@ class Gate:
                 await self.app(scope, receive, counted)
         except RefusedRequest as refused:
             await as_response(refused)(scope, receive, counted)
+        except asyncio.CancelledError:  # by uvicorn, at the end of the time that it leaves to answers when it stops
+            if begun:
+                raise
+            hint = "ask again when a server is up"
+            fault = RefusedRequest(503, "the server stops", code="stopping", hint=hint, headers={"Retry-After": "1"})
+            await as_response(fault)(scope, receive, counted)
         except Exception as error:  # noqa: BLE001 - the edge: a fault of ours must not tell what was said
             _tell_fault(error)
             if not begun:

@@ -522,6 +522,23 @@ def test_every_line_of_a_stream_is_a_whole_event_for_clients_that_end_lines_else
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text
 
 
+def test_an_answer_that_a_stopping_server_cuts_off_is_told_so(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_module, "GRACE", 0.2)
+    session = Scripted(lambda request: [70] * 40_000, pause=0.01)
+    found: list[httpx.Response] = []
+    with running(encoder, session) as server:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        ask = lambda: found.append(httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, headers=headers))  # noqa: E731
+        thread = threading.Thread(target=ask)
+        thread.start()
+        _until(lambda: bool(session.asked))
+    thread.join(HANG_SECONDS)
+    (cut,) = found
+    assert (cut.status_code, cut.json()["error"]["code"], "Retry-After" in cut.headers) == (503, "stopping", True)
+
+
 def test_who_reads_nothing_of_an_answer_is_left_alone_after_a_while(
     encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
