@@ -217,7 +217,8 @@ def _asked_for(name: str) -> Metric:
     of, colon, argument = name.partition(":")
     metric = METRICS.named(of)
     if not metric.is_here:
-        hint = None if metric.extra is None else install_hint(metric.extra)
+        named = f"install it: {METRICS.added_by(of)}, which has this metric, names it"
+        hint = named if metric.extra is None else install_hint(metric.extra)
         raise UserError(f"the metric {of} needs the package {metric.package!r}, which is not installed", hint=hint)
     if colon:
         if metric.with_argument is None:

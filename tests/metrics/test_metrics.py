@@ -437,7 +437,11 @@ def test_a_metric_of_ones_own_is_measured_with_the_others(monkeypatch: pytest.Mo
         luthier.register_metric("exact", lambda expected, generated: 1.0)
     assert score("same_length", ("ab", "cd"), ("a", "bc"))["mean"] == 0.5
     chosen, _ = chosen_metrics(["same_length"])
-    assert replace(chosen["same_length"], package="no_such_package").is_here is False
+    METRICS._rows["same_length"] = replace(chosen["same_length"], package="no_such_package")
+    with pytest.raises(UserError, match="no_such_package") as caught:
+        chosen_metrics(["same_length"])
+    assert caught.value.hint and METRICS.added_by("same_length") in caught.value.hint
+    METRICS._rows["same_length"] = chosen["same_length"]
     luthier.register_metric(
         "longest", luthier.Metric(of_corpus=lambda one, other: luthier.CorpusScore(score=9.0, signature="mine"))
     )

@@ -21,7 +21,7 @@ from luthier.__main__ import run as run_command
 from luthier.cli.prediction import metric_table
 from luthier.config.loading import load_config
 from luthier.engines import Completion, Engine, Finish, Request
-from luthier.errors import ModelError, UserError
+from luthier.errors import CheckpointError, ModelError, UserError
 from luthier.metrics import RowLoss
 from luthier.prediction import model_scores, predicting
 from luthier.presets import model_folder, tokenizer_folder
@@ -652,6 +652,12 @@ def test_what_is_no_finished_run_is_refused(lora: RunResult, tmp_path: Path) -> 
     shutil.copyfile(lora.path / "run_config.json", half / "run_config.json")
     with refused(UserError, "model"):
         luthier.predict(half)
+    (half / "model").mkdir()
+    for damaged in ("{", "[]"):
+        (half / "run_config.json").write_text(damaged)
+        with pytest.raises(CheckpointError, match=r"run_config\.json") as caught:
+            luthier.predict(half)
+        assert caught.value.hint and "has a copy" in caught.value.hint
     empty = tmp_path / "empty.jsonl"
     empty.write_text(json.dumps({"messages": [{"role": "nobody", "content": "x"}]}) + "\n", encoding="utf-8")
     with refused(UserError, "unknown_role"):

@@ -33,7 +33,7 @@ def write(run: Path, step: int, *answers: dict[str, object], rank: int = 0) -> N
     folder = run / "rollouts"
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({**LINE, "sample": number, **answer}) for number, answer in enumerate(answers)]
-    (folder / f"{step:06d}{f'.rank{rank}' if rank else ''}.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / f"{step:06d}{f'.rank{rank}' if rank else ''}.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
 GOOD = {"generated": "this", "reward": 1.0, "advantage": 0.7, "logprob": -9.0, "rewards": {"exact": 1.0}}
@@ -53,6 +53,10 @@ def test_groups_are_read_of_all_processes_and_the_best_answer_comes_first(tmp_pa
     assert len(chosen_groups(tmp_path, step=1)) == 1
     for wrong in ({"step": 3}, {"row": 9}):
         with pytest.raises(UserError):
+            chosen_groups(tmp_path, **wrong)
+    write(tmp_path, 4)
+    for wrong in ({"step": 4}, {}):
+        with pytest.raises(UserError, match="step 4"):
             chosen_groups(tmp_path, **wrong)
     with pytest.raises(UserError):
         chosen_groups(tmp_path / "nothing")

@@ -341,7 +341,11 @@ def read_json(path: Path) -> dict[str, object]:
 def said_in(path: Path) -> dict[str, object]:
     """What a run's description says beside the defaults, which it has all written out. Raises `CheckpointError`."""
     load_plugins()  # whose losses have numbers of their own
-    told: dict[str, Any] = read_json(path)
+    try:
+        told: dict[str, Any] = read_json(path)
+    except CheckpointError as error:
+        hint = "put the file back as it was: each checkpoint-N of its run has a copy"
+        raise CheckpointError(error.message, hint=hint) from error
     if isinstance(objective := told.get("objective"), dict):  # numbers of other losses, of plugins that may be gone
         told["objective"] = {key: value for key, value in objective.items() if value is not None}
     try:

@@ -114,6 +114,8 @@ def chosen_groups(run: Path, *, step: int | None = None, row: int | None = None)
         )
     wanted = [step] if step is not None else steps if row is not None else steps[-1:]
     found = [group for one in wanted for group in read_groups(run, one, row)]
+    if not found and row is None:
+        raise UserError(f"the file of step {wanted[0]} in {run} holds no answers", hint="choose another by --step")
     if not found:
         raise UserError(
             f"row {row} was not asked in {f'step {step}' if step is not None else 'any step'} of {run}",
