@@ -64,7 +64,7 @@ from luthier.training.ray_actors import ray_rewards
 from luthier.training.report import ModelSummary
 from luthier.training.rollouts import AnswerLayout, reward_models
 from luthier.training.rollouts.delivery import Delivery, delivery_of
-from luthier.training.rollouts.drawing import Rollouts
+from luthier.training.rollouts.drawing import NOT_STOPPED, Rollouts
 from luthier.training.rollouts.early_warnings import EarlyWarnings
 from luthier.training.rollouts.sampler_probes import SamplerProbes
 from luthier.training.rollouts.talks import Talks, sampling
@@ -255,6 +255,8 @@ def _rollouts(setup: RunSetup, how: CollateSettings, losses: StepLosses, *, shar
         return None
     if (reason := undrawn(setup.run_model.loaded.model.config)) is not None:
         raise ModelError(reason, hint="set objective: sft")
+    if config.generate.stop_strings or config.generate.stop_token_ids:
+        hooks.note(NOT_STOPPED)
     local = LocalEngine(model, tokenizer, media=media, batch_size=config.rollout.batch_size)
     delivery = _delivery(setup, local, losses)
     engine: Engine = local if delivery is None else delivery.pool

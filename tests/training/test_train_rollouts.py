@@ -36,7 +36,7 @@ from luthier.training.preflight import check_run
 from luthier.training.report import RunResult
 from luthier.training.report.events import Note
 from luthier.training.rollouts import drawing
-from luthier.training.rollouts.drawing import NO_QUESTION
+from luthier.training.rollouts.drawing import NO_QUESTION, NOT_STOPPED
 
 Train = Callable[..., RunResult]
 RL: dict[str, Any] = {
@@ -275,13 +275,14 @@ def test_a_checkpoint_with_the_answers_to_other_prompts_is_told(
     assert "section rollout" in (caught.value.hint or "")
 
 
-def test_rows_without_a_question_are_passed_over_and_told_once(train: Train) -> None:
+def test_rows_without_a_question_and_stops_that_are_not_read_are_told_once(train: Train) -> None:
     segments = make_segments(12)
     for segment in segments[::2]:
         segment.input_ids[-1] = 11  # cut before its stop token
     told: list[str] = []
-    run = train(make_data(segments), on_event=lambda event: told.append(getattr(event, "text", "")), **RL)
-    assert told.count(NO_QUESTION) == 1
+    changes = {**RL, "generate": {"stop_strings": ["a"]}}
+    run = train(make_data(segments), on_event=lambda event: told.append(getattr(event, "text", "")), **changes)
+    assert told.count(NO_QUESTION) == told.count(NOT_STOPPED) == 1
     asked = {answer["row"] for step in rollouts(Path(run.output_dir)) for answer in step}
     assert asked and all(int(row.rpartition(":")[2]) % 2 == 0 for row in asked)
 

@@ -42,6 +42,7 @@ from luthier.training.streams import SparePrompts, World
 from luthier.writing import counted
 
 SLOTS = "answers with a token that stands for an image, a video or audio are not learned from"
+NOT_STOPPED = "generate.stop_* ends greedy answers to held-out rows alone; answers that are drawn end at stop tokens"
 NO_QUESTION = "rows are not asked that have no prompt, or whose answer was cut before its stop token"
 
 
