@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from luthier.encoding.text_encoders import BadTexts, unflatten
-from luthier.encoding.tokenizer import Tokenizer
+from luthier.encoding.text_encoders import BadTexts, Flat, unflatten
+from luthier.encoding.tokenizer import Behind, Tokenizer
 from luthier.errors import ModelError, RowError
 from luthier.layout.cutting import marks_around
 from luthier.records import NOWHERE, Address, Branch, ControlPiece, MediaItem, MediaPiece, Sample
@@ -171,17 +171,18 @@ class Assembler:
 
     def assemble(self, rows: Sequence[Filled]) -> list[Sample | RowError]:
         """One outcome per row, in order. Text that occurs several times is encoded once."""
-        numbers: dict[str, int] = {}  # of the texts to encode
+        numbers: dict[tuple[str, bool], int] = {}  # of the texts to encode
         drafts: list[_PendingSample] = []
         for row in rows:
             assembly = self._assembly(row.blueprint, tuple(expansion.text for expansion in row.expansions))
-            texts = [run.text(row.values) for run in assembly.texts]
-            own = [numbers.setdefault(text, len(numbers)) for text in texts] if not row.allowed else []
+            texts = [(run.text(row.values), bare) for run, bare in assembly.texts]
+            own = [] if row.allowed else [numbers.setdefault(text, len(numbers)) for text in texts]
             drafts.append(_PendingSample(row=row, assembly=assembly, texts=texts, numbers=own))
         try:
-            encoded = unflatten(*self.tokenizer.encode_flat(list(numbers)))
+            flat = self.tokenizer.encode_flat([text for text, _ in numbers], [bare for _, bare in numbers])
         except BadTexts as error:
             return self._without_bad(drafts, error.errors)
+        encoded = unflatten(*flat)
         return [self._sample(draft, encoded) for draft in drafts]
 
     def _assembly(self, blueprint: Blueprint, expansions: tuple[str, ...]) -> _Assembly:
@@ -208,7 +209,7 @@ class Assembler:
         row, assembly = draft.row, draft.assembly
         try:
             texts = iter(
-                [self._with_control(text, row.allowed)[0] for text in draft.texts]
+                [self._with_control(text, row.allowed, bare=bare)[0] for text, bare in draft.texts]
                 if row.allowed
                 else [encoded[number] for number in draft.numbers]
             )
@@ -278,22 +279,23 @@ class Assembler:
     def _weights(self, row: Filled, assembly: _Assembly, lengths: NDArray[np.int64]) -> NDArray[np.float32]:
         weights = np.repeat(assembly.weights, lengths)
         ends = np.cumsum(lengths)
-        for item, run in assembly.mixed:
+        for item, run, bare in assembly.mixed:
             texts = run.fill(row.values)
-            _, last = self._with_control("".join(texts), row.allowed)
+            _, last = self._with_control("".join(texts), row.allowed, bare=bare)
             # a token that reaches over two pieces (" the") counts as the one it ends in
             starts = np.cumsum([0, *map(len, texts[:-1])])
             piece = np.searchsorted(starts, last, side="right") - 1
             weights[ends[item] - lengths[item] : ends[item]] = np.array(run.weights, np.float32)[piece]
         return weights
 
-    def _with_control(self, text: str, allowed: frozenset[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    def _with_control(self, text: str, allowed: frozenset[str], *, bare: bool) -> Flat:
         """Ids of a text in which some control strings are control tokens, and the last character each id covers."""
         ids, last = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
         position = 0
         found = [match for match in self.tokenizer.control.find(text) if match[2] in allowed]
         for start, end, token in [*found, (len(text), len(text), None)]:
-            own_ids, own_last = self.tokenizer.encode_with_last(text[position:start])
+            own_ids, own_last = self.tokenizer.encode_with_last(text[position:start], bare=bare)
+            bare = self.tokenizer.is_bare("control token")
             ids.append(own_ids)
             last.append(own_last + position)
             if token is not None:
@@ -315,11 +317,11 @@ def _some_begin_alike(assembly: _Assembly, ids: NDArray[np.int32], sizes: Sequen
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PendingSample:
-    """A row on its way: the texts of its runs, and their numbers among those that are encoded together."""
+    """A row on its way: its runs' texts with what `Tokenizer.is_bare` says, and their numbers among all of a batch."""
 
     row: Filled
     assembly: _Assembly
-    texts: list[str]
+    texts: list[tuple[str, bool]]
     numbers: list[int]
 
 
@@ -337,17 +339,21 @@ class _Assembly:
         self.differing = blueprint.differing
         self.differs: list[bool] = []
         self.constants: list[NDArray[np.int32] | None] = []
-        self.texts: list[TextRun] = []
-        self.mixed: list[tuple[int, TextRun]] = []
+        self.texts: list[tuple[TextRun, bool]] = []
+        self.mixed: list[tuple[int, TextRun, bool]] = []
+        ends: list[Behind] = []
         weights: list[float] = []
         first_item = []
         for branch in blueprint.branches:
             first_item.append(len(self.constants))
             runs = expand_runs(branch.runs, expansions, blueprint.control) if expansions else branch.runs
+            behind: Behind = "nothing" if branch.parent < 0 else ends[branch.parent]
             for run in runs:
-                self._add(run, tokenizer, weights, first_item[-1])
+                self._add(run, tokenizer, weights, first_item[-1], bare=tokenizer.is_bare(behind))
+                behind = "text" if isinstance(run, TextRun | SlotText) else "control token"
                 message = run.message if isinstance(run, TextRun | ControlPiece) else None
                 self.differs += [message in self.differing] * (len(self.constants) - len(self.differs))
+            ends.append(behind)
         self.parents = [branch.parent for branch in blueprint.branches]
         children: dict[int, list[int]] = {}
         for number, parent in enumerate(self.parents):
@@ -359,26 +365,24 @@ class _Assembly:
         self.is_weighted = bool((self.weights[self.is_target] != 1).any())
 
     def _add(
-        self, run: BlueprintRun | ExpandedRun, tokenizer: Tokenizer, weights: list[float], branch_start: int
+        self, run: BlueprintRun | ExpandedRun, tokenizer: Tokenizer, weights: list[float], start: int, *, bare: bool
     ) -> None:
         match run:
             case ControlPiece():
-                self._add_constant(
-                    np.array([tokenizer.control_id(run.token)], np.int32), run.weight, weights, branch_start
-                )
+                self._add_constant(np.array([tokenizer.control_id(run.token)], np.int32), run.weight, weights, start)
             case TextRun() if run.is_constant and run.is_uniform:
-                (ids,) = tokenizer.encode_runs([run.text(())])
-                self._add_constant(ids, run.weights[0], weights, branch_start)
+                (ids,) = tokenizer.encode_runs([run.text(())], bare=bare)
+                self._add_constant(ids, run.weights[0], weights, start)
             case TextRun():
                 if not run.is_uniform:
-                    self.mixed.append((len(self.constants), run))
+                    self.mixed.append((len(self.constants), run, bare))
                 self.constants.append(None)
-                self.texts.append(run)
+                self.texts.append((run, bare))
                 weights.append(run.weights[0])
             case ControlRun():
                 self._add_slot(run.number, np.full(run.count, _slot_id(tokenizer, run.token), np.int32), weights)
             case SlotText():
-                self._add_slot(run.number, tokenizer.encode_runs([run.text])[0], weights)
+                self._add_slot(run.number, tokenizer.encode_runs([run.text], bare=bare)[0], weights)
             case MediaPiece():
                 raise AssertionError(f"media item {run.number} was not expanded")
 

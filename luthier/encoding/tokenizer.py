@@ -8,12 +8,13 @@ tokens (Gemma's runs of newlines) stay, or ids would differ from Hugging Face's.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tokenizers
@@ -71,6 +72,11 @@ class AddedTokens:
     special: tuple[str, ...] = ()
 
 
+# What a run of text stands behind. Many vocabularies mark where a text begins (``▁The``), and what continues one has no
+# such mark: an answer behind the line break of its header.
+Behind = Literal["nothing", "control token", "text"]
+
+
 class Tokenizer:
     """Ids for control tokens and for text, never one for the other."""
 
@@ -114,15 +120,27 @@ class Tokenizer:
             )
         text = tokenizer_files.text_only(self._spec, self.control.tokens)
         kept = {token: number for token, number in self._ids.items() if token not in self.control.tokens}
-        self._reference = text_encoders.HuggingFaceEncoder(_with_model_of(self._whole, text), kept, self.vocab_size)
-        self._text = text_encoders.CheckedEncoder(
-            self._reference,
-            lambda: text_encoders.FastokensEncoder(text, kept, self.vocab_size),
+        self._reference, self._text = self._text_encoder(text, kept, backend)
+        bare = tokenizer_files.mid_text(text)
+        self._marks_beginnings, self._marks_first_only = bare != text, tokenizer_files.marks_first_text_only(text)
+        self._marks_by_normaliser = bare["normalizer"] != text.get("normalizer")
+        self._bare_reference, self._bare = (
+            self._text_encoder(bare, kept, backend) if self._marks_beginnings else (self._reference, self._text)
+        )
+
+    def _text_encoder(
+        self, spec: dict[str, Any], kept: Mapping[str, int], backend: TokenizerBackend
+    ) -> tuple[text_encoders.HuggingFaceEncoder, text_encoders.CheckedEncoder]:
+        reference = text_encoders.HuggingFaceEncoder(_with_model_of(self._whole, spec), kept, self.vocab_size)
+        checked = text_encoders.CheckedEncoder(
+            reference,
+            lambda: text_encoders.FastokensEncoder(spec, kept, self.vocab_size),
             probes=lambda: text_encoders.probe_texts(sorted(self.control.tokens), sorted(kept)),
             choice=backend,
             vocab_size=self.vocab_size,
-            origin=files.origin,
+            origin=self.files.origin,
         )
+        return reference, checked
 
     @cached_property
     def vocab_size(self) -> int:
@@ -183,6 +201,7 @@ class Tokenizer:
         parts = [tokenizer_files.to_json(self._spec), tokenizer_files.to_json(self.files.config)]
         parts.append("" if self.template is None else self.template.fingerprint)
         parts.append(repr(sorted(self.control.stops)))
+        parts += ["text that continues text is not marked as a beginning"] * self._marks_beginnings
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def require_variables(self, variables: Mapping[str, object], key: str) -> None:
@@ -220,13 +239,22 @@ class Tokenizer:
     def expect_much_text(self) -> None:
         """Get the fast encoder ready now (1 to 3 s) instead of after the first megabytes. A worker's first act."""
         self._text.change_over()
+        self._bare.change_over()
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    def is_bare(self, behind: Behind) -> bool:
+        """Whether a run of text that stands behind this is encoded without what marks the beginning of a text."""
+        is_beginning = behind == "nothing" or (behind == "control token" and not self._marks_first_only)
+        return self._marks_beginnings and not is_beginning
+
+    def encode_flat(
+        self, texts: Sequence[str], bare: Sequence[bool] | None = None
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Ids of n runs of text, int32[T], and their bounds, int64[n+1]; a control token is out of reach.
 
-        Raises `BadTexts`, which has a `RowError` for each text that is no valid Unicode or cannot be encoded.
+        ``bare[i]``: what `is_bare` says of run i; by default, that of a run behind a control token. Raises `BadTexts`,
+        which has a `RowError` for each text that is no valid Unicode or cannot be encoded.
         """
-        ids, bounds = self._text.encode_flat(texts)
+        ids, bounds = self._encode_all(texts, bare or [self.is_bare("control token")] * len(texts))
         forbidden = np.flatnonzero(self._forbidden[ids])
         if len(forbidden):
             bad = np.unique(np.searchsorted(bounds, forbidden, side="right") - 1).tolist()
@@ -241,17 +269,52 @@ class Tokenizer:
         """How many tokens a run of text has at least, told in a hundredth of the time that encoding it takes."""
         return tokenizer_files.fewest_tokens(self._spec, never=self.control.tokens)
 
-    def encode_runs(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+    def _encode_all(self, texts: Sequence[str], bare: Sequence[bool]) -> text_encoders.Flat:
+        if not any(bare):
+            return self._text.encode_flat(texts)
+        parts = [(number, *part) for number, text in enumerate(texts) for part in self._parts(text, bare[number])]
+        found: dict[int, NDArray[np.int32]] = {}
+        for encoder, is_bare in ((self._text, False), (self._bare, True)):
+            own = [place for place, (_, _, each) in enumerate(parts) if each is is_bare]
+            try:
+                flat = encoder.encode_flat([parts[place][1] for place in own])
+            except text_encoders.BadTexts as bad:
+                raise text_encoders.BadTexts({parts[own[i]][0]: why for i, why in bad.errors.items()}) from bad
+            found |= zip(own, text_encoders.unflatten(*flat), strict=True)
+        ids, bounds = text_encoders.flatten([found[place] for place in range(len(parts))])
+        return ids, bounds[np.searchsorted([number for number, _, _ in parts], np.arange(len(texts) + 1))]
+
+    def _parts(self, text: str, bare: bool) -> list[tuple[str, bool]]:
+        """A run with whether it is bare. What follows an added token is marked again, so a bare run is cut there."""
+        added = self._added_in_text.search(text) if bare else None
+        if added is None:
+            return [(text, bare)]
+        return [(text[: added.start()], True), (text[added.start() :], False)]
+
+    @cached_property
+    def _added_in_text(self) -> re.Pattern[str]:
+        # A mark that the normaliser writes belongs to the tokens that it normalises: none of them is found in mid-text.
+        found = [
+            entry for entry in self._spec["added_tokens"] if not (self._marks_by_normaliser and entry["normalized"])
+        ]
+        ordinary = sorted({entry["content"] for entry in found} - self.control.tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, ordinary)) or r"(?!)")
+
+    def encode_runs(self, texts: Sequence[str], *, bare: bool | None = None) -> list[NDArray[np.int32]]:
         """Ids of runs of text, int32, one array a run. Raises the `RowError` of the first bad run."""
         try:
-            return text_encoders.unflatten(*self.encode_flat(texts))
+            return text_encoders.unflatten(*self.encode_flat(texts, None if bare is None else [bare] * len(texts)))
         except text_encoders.BadTexts as error:
             raise error.first from error
 
-    def encode_with_last(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    def encode_with_last(self, text: str, *, bare: bool) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Ids of one run of text, and for each the index of the last character it covers."""
-        (ids,) = self.encode_runs([text])
-        return ids, self._reference.last_characters(text)
+        (ids,) = self.encode_runs([text], bare=bare)
+        last, start = [], 0
+        for part, is_bare in self._parts(text, bare):
+            last.append((self._bare_reference if is_bare else self._reference).last_characters(part) + start)
+            start += len(part)
+        return ids, np.concatenate(last)
 
     def encode_whole(self, text: str) -> NDArray[np.int32]:
         """Ids of a rendered text as the plain tokenizer gives them, int32[T]: control strings in it are control tokens.

@@ -230,8 +230,21 @@ def text_only(spec: Spec, control: frozenset[str]) -> JsonObject:
         "post_processor": None,
         "truncation": None,
         "padding": None,
-        "pre_tokenizer": _mid_text(spec.get("pre_tokenizer")),
     }
+
+
+def mid_text(spec: JsonObject) -> JsonObject:
+    """The tokenizer of text that continues other text: what marks the beginning of a text is not written.
+
+    ▁The ▁sky    ->    The ▁sky
+    """
+    return {**spec, **{name: _unmarked(spec.get(name)) for name in ("normalizer", "pre_tokenizer")}}
+
+
+def marks_first_text_only(spec: Spec) -> bool:
+    """Whether only text at the very beginning is marked, and none behind a control token."""
+    scheme = next((cut for cut in _steps(spec.get("pre_tokenizer"), "pretokenizers") if cut["type"] == "Metaspace"), {})
+    return scheme.get("prepend_scheme") == "first"
 
 
 def joined_merges(spec: Spec) -> Spec:
@@ -255,13 +268,20 @@ def opening_tokens(spec: Spec) -> tuple[str, ...]:
     return ()
 
 
-def _mid_text(part: Any) -> object:
-    """A pre-tokenizer that sees runs in mid-text: one that marks only the very first word marks none."""
+def _unmarked(part: Any) -> Any:
+    """A normaliser or a pre-tokenizer that puts nothing before a text; None where it does nothing else."""
     match part:
-        case {"type": "Metaspace", "prepend_scheme": "first"}:
-            return {**part, "prepend_scheme": "never"}
-        case {"type": "Sequence", "pretokenizers": parts}:
-            return {**part, "pretokenizers": [_mid_text(inner) for inner in parts]}
+        case {"type": "Metaspace"}:
+            return {key: value for key, value in part.items() if key != "add_prefix_space"} | {
+                "prepend_scheme": "never"
+            }
+        case {"type": "ByteLevel"}:
+            return {**part, "add_prefix_space": False}
+        case {"type": "Prepend"}:
+            return None
+        case {"type": "Sequence"}:
+            (name,) = part.keys() - {"type"}
+            return {**part, name: [step for inner in part[name] if (step := _unmarked(inner)) is not None]}
         case _:
             return part
 

@@ -196,10 +196,10 @@ def test_texts_over_the_limit_never_reach_the_tokenizer(tmp_path: Path, monkeypa
     encoder = Encoder.from_config(config)
     flat, longest = encoder.tokenizer.encode_flat, 0
 
-    def encode_flat(texts: list[str]) -> Any:
+    def encode_flat(texts: list[str], bare: Any = None) -> Any:
         nonlocal longest
         longest = max([longest, *map(len, texts)])
-        return flat(texts)
+        return flat(texts, bare)
 
     monkeypatch.setattr(encoder.tokenizer, "encode_flat", encode_flat)
     ledger = ledger_of(prepare(config, encoder))

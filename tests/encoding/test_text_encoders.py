@@ -18,13 +18,17 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+import luthier
+from luthier.check.verify.run import verify
 from luthier.config.choices import TokenizerBackend
+from luthier.encoding.encoder import Encoder
 from luthier.encoding.text_encoders import ATOMS, BadTexts, EncoderFailure, FastokensEncoder, probe_texts
 from luthier.encoding.tokenizer import Tokenizer, load_tokenizer
 from luthier.encoding.tokenizer_files import joined_merges
 from luthier.errors import RowError, TokenizerError
+from luthier.records import Message, Text
 from tests.conftest import reason_is
 
 REAL = ("qwen3", "llama3_1", "gemma3")
@@ -212,6 +216,53 @@ def test_every_kind_of_tokenizer_is_encoded_fast_or_by_the_reference(tmp_path: P
     if why_not:
         with pytest.raises(TokenizerError, match=f"model.tokenizer_backend is fastokens, but fastokens {why_not}"):
             load_tokenizer(folder, backend=FAST)
+
+
+HEADED = """{% for m in messages %}<|{{ m.role }}|>
+{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+SPOKEN = "{% for m in messages %}{{ bos_token if loop.first }}{{ 'Q:' if m.role == 'user' else ' A:' }} {{ m.content }}"
+SPOKEN += "{{ eos_token if m.role != 'user' }}{% endfor %}{{ ' A:' if add_generation_prompt }}"
+SPACED = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
+MARKING = {
+    "by a normalizer": lambda: sentence_piece(normalizer=REPLACED),
+    "each text": lambda: sentence_piece(pre=pre_tokenizers.Metaspace(split=False)),
+    "the first text": lambda: sentence_piece(pre=pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
+    "by a space": lambda: with_parts(byte_level().model, pre=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+}
+
+
+@pytest.mark.parametrize("template", [HEADED, SPOKEN], ids=["headed", "spoken"])
+@pytest.mark.parametrize("kind", MARKING)
+def test_only_the_beginning_of_a_text_is_marked_as_one_and_an_answer_behind_text_is_none(
+    tmp_path: Path, kind: str, template: str
+) -> None:
+    built = MARKING[kind]()
+    built.decoder = decoders.ByteLevel() if kind == "by a space" else SPACED
+    built.add_tokens([tokenizers.AddedToken("<own>", special=False, normalized=False)])
+    folder = folder_of(built, tmp_path)
+    tokenizer = load_tokenizer(folder, chat_template=template)
+    turns = [("user", "b a"), ("assistant", "ab he"), ("user", "the"), ("assistant", "a<own> b")]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    sample = luthier.encode(row, tokenizer)
+    assert tokenizer.template is not None
+    whole = tokenizer.encode_whole(
+        tokenizer.template.render([Message(role=role, parts=(Text(text=text),)) for role, text in turns])
+    )
+    assert sample.input_ids.tolist() == whole.tolist()
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    run = {
+        "model": {"name_or_path": "preset:tiny-llama", "tokenizer_name_or_path": str(folder)},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "store": str(tmp_path / "store")},
+        "template": {"chat_template": template},
+    }
+    assert luthier.verify(run).ok
+    if template == HEADED:
+        marked = Encoder.from_config(luthier.load_config(run))
+        marked.tokenizer._marks_beginnings = False  # as if no text stood before an answer
+        assert not verify(luthier.load_config(run), encoder=marked).ok
 
 
 def test_added_tokens_that_stay_keep_their_ids_in_both_libraries(tmp_path: Path) -> None:

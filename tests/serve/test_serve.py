@@ -475,9 +475,9 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(
     longest: list[int] = []
     encode = Tokenizer.encode_flat
 
-    def encode_flat(self: Tokenizer, texts: Sequence[str]) -> Any:
+    def encode_flat(self: Tokenizer, texts: Sequence[str], bare: Any = None) -> Any:
         longest.append(max(map(len, texts), default=0))
-        return encode(self, texts)
+        return encode(self, texts, bare)
 
     monkeypatch.setattr(Tokenizer, "encode_flat", encode_flat)
     with running(encoder, Scripted(lambda request: [70]), context=2000) as server:

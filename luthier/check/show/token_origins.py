@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.pieces import split_expansion
 from luthier.encoding.shortening import SHORTENED
-from luthier.encoding.tokenizer import Tokenizer
+from luthier.encoding.tokenizer import Behind, Tokenizer
 from luthier.errors import RowError, SourceError, StoreError
 from luthier.layout import token_weights
 from luthier.packing import UnitKind
@@ -404,11 +404,14 @@ def _owned(
     path: Sequence[TextPiece | ControlPiece | _ExpandedSlots], tokenizer: Tokenizer, allowed: frozenset[str]
 ) -> Iterator[OwnedToken]:
     # Runs are cut as encoding cuts them: at control tokens, and where `by_model` changes.
+    behind: Behind = "nothing"
     for _, group in groupby(path, key=lambda piece: piece.by_model if isinstance(piece, TextPiece) else id(piece)):
         pieces = list(group)
         texts = [piece for piece in pieces if isinstance(piece, TextPiece)]
         if texts:
-            yield from _owned_run(texts, tokenizer, allowed)
+            yield from _owned_run(texts, tokenizer, allowed, bare=tokenizer.is_bare(behind))
+        if not texts or any(piece.text for piece in texts):
+            behind = "text" if texts else "control token"
         for piece in pieces:
             match piece:
                 case ControlPiece():
@@ -418,9 +421,11 @@ def _owned(
                     yield from ((token_id, piece.owner) for _ in range(piece.count))
 
 
-def _owned_run(pieces: Sequence[TextPiece], tokenizer: Tokenizer, allowed: frozenset[str]) -> Iterator[OwnedToken]:
+def _owned_run(
+    pieces: Sequence[TextPiece], tokenizer: Tokenizer, allowed: frozenset[str], *, bare: bool
+) -> Iterator[OwnedToken]:
     starts = np.array(list(accumulate((len(piece.text) for piece in pieces[:-1]), initial=0)))
-    for ids, last in _stretches("".join(piece.text for piece in pieces), tokenizer, allowed):
+    for ids, last in _stretches("".join(piece.text for piece in pieces), tokenizer, allowed, bare=bare):
         # [0, 3, 5] starts, a token whose last character is 4 -> piece 1; one that covers nothing belongs to the first
         owners = np.maximum(np.searchsorted(starts, last, side="right") - 1, 0)
         for token_id, owner in zip(ids.tolist(), owners.tolist(), strict=True):
@@ -428,17 +433,18 @@ def _owned_run(pieces: Sequence[TextPiece], tokenizer: Tokenizer, allowed: froze
 
 
 def _stretches(
-    text: str, tokenizer: Tokenizer, allowed: frozenset[str]
+    text: str, tokenizer: Tokenizer, allowed: frozenset[str], *, bare: bool
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64]]]:
     """Ids and the last character of each: of the text between allowed control strings, and of these."""
     position = 0
     for start, end, token in tokenizer.control.find(text) if allowed else ():
         if token in allowed:
-            ids, last = tokenizer.encode_with_last(text[position:start])
+            ids, last = tokenizer.encode_with_last(text[position:start], bare=bare)
+            bare = tokenizer.is_bare("control token")
             yield ids, last + position
             yield np.array([tokenizer.control_id(token)], dtype=np.int32), np.array([end - 1])
             position = end
-    ids, last = tokenizer.encode_with_last(text[position:])
+    ids, last = tokenizer.encode_with_last(text[position:], bare=bare)
     yield ids, last + position
 
 

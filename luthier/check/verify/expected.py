@@ -251,7 +251,7 @@ def _behind_answers(
     row, tokenizer, pieces, place = shown.row, shown.tokenizer, list[Ids](), 0
     for prompt, text, one in (*earlier, (cut.prompt, cut.prompt, turn)):
         (between,) = row.readable([prompt[place:]], tokenizer)
-        encode = tokenizer.continue_text if pieces else tokenizer.encode
+        encode = partial(tokenizer.continue_text, behind=pieces[-1]) if pieces else tokenizer.encode
         pieces += [encode([between], forged=row.forged)[0], one.completion]
         place = len(text)
     return replace(turn, prompt=np.concatenate(pieces[:-1]), elsewhere=True)
@@ -317,7 +317,7 @@ def _expected_turn(policy: TurnPolicy, cut: Cut, whole_text: str, shown: Rendere
     stop_text = cut.completion[len(body) :]
     (prompt,) = tokenizer.encode(neutral.readable([cut.prompt], tokenizer), forged=neutral.forged)
     readable, shown_stop = neutral.readable([cut.completion, stop_text], tokenizer)
-    completion, stop = tokenizer.continue_text([readable, shown_stop], forged=neutral.forged)
+    completion, stop = tokenizer.continue_text([readable, shown_stop], prompt, forged=neutral.forged)
     reading = shown.reading(cut, body)
     message, following = neutral.messages[cut.message], neutral.messages[cut.message + 1 :] if cut.in_row else ()
 
@@ -337,6 +337,8 @@ def _expected_turn(policy: TurnPolicy, cut: Cut, whole_text: str, shown: Rendere
         kwargs=cut.kwargs,
         policy=policy,
         unfinished=cut.unfinished,
-        weights=answer_weights(policy, completion, readable, tokenizer, forged=neutral.forged, owned=owned),
+        weights=answer_weights(
+            policy, completion, readable, tokenizer, forged=neutral.forged, owned=owned, behind=prompt
+        ),
         findings=tuple(reading.faults()),
     )

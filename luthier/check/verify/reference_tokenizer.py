@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -30,6 +30,7 @@ from luthier.records import Message, Sample, Tokenized
 from luthier.writing import counted
 
 Ids = NDArray[np.int32]
+NO_IDS = np.zeros(0, np.int32)
 
 # Of the last private plane: no text has them, no normaliser touches them, no template writes them.
 SECRET_BEGIN, SECRET_END = "\U0010fff0", "\U0010fff1"
@@ -74,21 +75,33 @@ class ReferenceTokenizer:
             for encoding in encodings
         ]
 
-    def continue_text(self, texts: Sequence[str], *, forged: bool = False) -> list[Ids]:
-        """Ids of texts that the model emits after a prompt: no begin of a text, so nothing that is put at one."""
-        if self._anchor is None:
-            return self.encode(texts, forged=forged)
-        anchor = self.secret_name(self._anchor) if forged else self._anchor
-        found = self.encode([anchor + text for text in texts], forged=forged)
-        assert all(ids[0] == self.control_ids[self._anchor] for ids in found), "the anchor is one token"
-        return [ids[1:] for ids in found]
+    def continue_text(self, texts: Sequence[str], behind: Ids = NO_IDS, *, forged: bool = False) -> list[Ids]:
+        """Ids of texts that the model emits ``behind`` a prompt: no begin of a text, so nothing that is put at one."""
+        found = [self._continued(text, behind, forged=forged) for text in texts]
+        all_ids = [encoding.ids[skipped:] for encoding, skipped, _ in found]
+        return [np.array([self._renumbered.get(i, i) if forged else i for i in ids], np.int32) for ids in all_ids]
 
-    def continued_spans(self, text: str, *, forged: bool) -> list[tuple[int, int]]:
+    def continued_spans(self, text: str, behind: Ids = NO_IDS, *, forged: bool) -> list[tuple[int, int]]:
         """For each token that `continue_text` gives, the characters of ``text`` that it covers."""
+        encoding, skipped, length = self._continued(text, behind, forged=forged)
+        return [(start - length, end - length) for start, end in encoding.offsets[skipped:]]
+
+    def _continued(self, text: str, behind: Ids, *, forged: bool) -> tuple[tokenizers.Encoding, int, int]:
+        """A text encoded behind a control token, or a letter that it does not join; and how long those are."""
+        encode = partial((self._secret if forged else self._whole).encode, add_special_tokens=False)
         anchor = "" if self._anchor is None else self.secret_name(self._anchor) if forged else self._anchor
-        encoding = (self._secret if forged else self._whole).encode(anchor + text, add_special_tokens=False)
-        spans = encoding.offsets[1:] if anchor else encoding.offsets
-        return [(start - len(anchor), end - len(anchor)) for start, end in spans]
+        is_behind_text = self._marks_beginnings and len(behind) and int(behind[-1]) not in self._control_names
+        for before in (*(anchor + letter for letter in "\n0|." * bool(is_behind_text)), anchor):
+            own, encoding = encode(before).ids, encode(before + text)
+            if encoding.ids[: len(own)] == own:
+                break
+        return encoding, len(own), len(before)
+
+    @cached_property
+    def _marks_beginnings(self) -> bool:
+        """Whether a text behind a control token is encoded in another way than one behind a text."""
+        alone, behind = self.encode([f"{self._anchor or ''}a", f"{self._anchor or ''}\na"])
+        return int(alone[-1]) != int(behind[-1]) or len(alone) > 1 + (self._anchor is not None)
 
     def around_document(self, *, rendered: bool) -> tuple[Ids, Ids]:
         """What stands before and behind a plain text; nothing, if it was ``rendered`` and has it already."""

@@ -299,7 +299,7 @@ def _turn(asked: AskedTurn, place: _Found, runs: Runs) -> ExpectedTurn:
     tokenizer, ids = runs.tokenizer, place.completion
     text = tokenizer.read(ids)
     body = tokenizer.read(ids[: len(ids) - place.num_stop])
-    (again,) = tokenizer.continue_text([text], forged=True)
+    (again,) = tokenizer.continue_text([text], asked.prompts[place.prompt], forged=True)
     findings = list(replace(asked.readings[place.prompt], completion=body).faults())
     if not np.array_equal(again, ids):
         what = (
@@ -308,7 +308,7 @@ def _turn(asked: AskedTurn, place: _Found, runs: Runs) -> ExpectedTurn:
         )
         findings.append((Check.COMPLETION_TOKENS, what))
     prompt = asked.prompts[place.prompt]
-    weights = answer_weights(asked.policy, ids, text, tokenizer, forged=True)
+    weights = answer_weights(asked.policy, ids, text, tokenizer, forged=True, behind=prompt)
     return ExpectedTurn(
         message=asked.message,
         prompt=prompt,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from luthier.check.verify.completions import LETTERS, NeutralRow
 from luthier.check.verify.policy import Spoken, TurnPolicy, changed_leaves, leaves
-from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer
+from luthier.check.verify.reference_tokenizer import NO_IDS, Ids, ReferenceTokenizer
 from luthier.errors import RowError
 from luthier.records import Message, Part, Text, Thinking, ToolCall
 
@@ -38,14 +38,15 @@ def answer_weights(
     *,
     forged: bool,
     owned: Owned | None = None,
+    behind: Ids = NO_IDS,
 ) -> WeightArray:
-    """What each of ``ids`` counts, which are ``text`` as the model emits it; float32[T].
+    """What each of ``ids`` counts, which are ``text`` as the model emits it ``behind`` a prompt; float32[T].
 
     ``owned``: whose its characters are; without it, the parts are looked for in the text.
     """
     if policy.uniform:
         return np.full(len(ids), policy.scaffold, dtype=np.float32)
-    return token_weights(text, tokenizer.continued_spans(text, forged=forged), policy, owned)
+    return token_weights(text, tokenizer.continued_spans(text, behind, forged=forged), policy, owned)
 
 
 def token_weights(
