@@ -132,7 +132,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except (OSError, UserError):  # stderr cannot be written to, or what was left for stdout cannot
         code = EXIT_USER
         _point_stdout_at_nothing()
-    gc.freeze()  # a process that ends need not look through all that torch has made, which takes a second or more
+    # A process that ends need not look through all that torch has made, which takes a second or more. Modules that are
+    # built with nanobind (Triton's, as of 3.9) would then print everything that was not freed.
+    if not any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type)):
+        gc.freeze()
     raise SystemExit(code)
 
 

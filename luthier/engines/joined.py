@@ -20,6 +20,8 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from luthier.models import plain_model
+
 _TRIAL_PROMPTS = (11, 5)
 _MOST_ERROR = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the spread of the scores
 _MOST_ERROR_OF_SHORT_FLOATS = 0.1
@@ -149,8 +151,14 @@ def _scores(model: Any, ids_BT: Any, mask_BT: Any, positions_BT: Any, cache: Cac
     }
     device = next(model.parameters()).device
     inputs = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-    scores: torch.Tensor = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    remembered = {_cache_name(plain_model(model)): cache}
+    scores: torch.Tensor = model(**inputs, **remembered, use_cache=True, logits_to_keep=1).logits[:, -1]
     return scores
+
+
+def _cache_name(base: Any) -> str:
+    """``cache`` in transformers from 5.24 on, ``past_key_values`` before and in code of a model's own."""
+    return "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
 
 
 def rows_can_join(model: Any, base: PreTrainedModel) -> bool:
@@ -160,7 +168,7 @@ def rows_can_join(model: Any, base: PreTrainedModel) -> bool:
     of whole forward passes. A model that keeps other states than keys and values is not tried.
     """
     asked = inspect.signature(base.forward).parameters
-    if base.config.is_encoder_decoder or not {"position_ids", "past_key_values", "logits_to_keep"} <= set(asked):
+    if base.config.is_encoder_decoder or not {"position_ids", _cache_name(base), "logits_to_keep"} <= set(asked):
         return False
     own = DynamicCache(config=base.config)
     if {type(layer) for layer in own.layers} - {DynamicLayer, DynamicSlidingWindowLayer}:

@@ -253,7 +253,7 @@ MIXERS = frozenset(
     }
 )  # fmt: skip
 
-_CACHES = ("cache_params", "past_key_values")
+_CACHES = ("cache", "cache_params", "past_key_values")  # as of transformers 5.24, and before
 # What speaks of the row as it is packed: kernels would cut by it once more.
 _OF_THE_ROW = (
     "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "position_embeddings", "position_ids", "seq_idx",

@@ -116,6 +116,20 @@ def test_light_commands_import_neither_torch_nor_transformers() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_what_is_made_with_nanobind_is_freed_at_the_end() -> None:
+    """Modules of nanobind print all that is not; and without any, nothing of what is left is looked through."""
+    code = (
+        "import atexit, gc, luthier.__main__\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
+        "{kind}\n"
+        "luthier.__main__.main(['version'])\n"
+    )
+    for kind, is_left in (("", "True"), ("nb_type = type('nb_type', (type,), {'__module__': 'nanobind'})", "False")):
+        given = [sys.executable, "-c", code.replace("{kind}", kind)]
+        done = subprocess.run(given, capture_output=True, text=True, cwd=REPOSITORY, check=True)
+        assert done.stdout.split()[-1] == is_left
+
+
 def test_version_is_alone_on_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["version"]) == 0
     assert capsys.readouterr().out == f"{luthier.__version__}\n"
