@@ -127,7 +127,7 @@ def older_names(config: PretrainedConfig) -> Iterator[None]:
 def _by_older_names(own: Callable[..., Any]) -> Callable[..., Any]:
     """The function with arguments as they were called; what it has no more it works out itself."""
     known = inspect.signature(own).parameters
-    renamed = {"input_embeds": "inputs_embeds"}
+    renamed = {"input_embeds": "inputs_embeds", **({"past_key_values": "cache"} if "cache" in known else {})}
 
     @wraps(own)
     def create(*args: Any, **kwargs: Any) -> Any:
@@ -173,6 +173,21 @@ def restore_buffers(model: PreTrainedModel) -> int:
             )
         buffer.copy_(value)
     return len(unsaved)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Llama 4, whose class reads in transformers 5.24.0 what its language model does not give, and fails in every call.
+
+
+def give_image_outputs(model: PreTrainedModel) -> None:
+    """Let such a language model give ``image_outputs``: none."""
+    if type(model).__name__ == "Llama4ForConditionalGeneration":
+        model.get_submodule("language_model").register_forward_hook(_with_image_outputs)
+
+
+def _with_image_outputs(module: nn.Module, args: object, outputs: Any) -> None:
+    if not hasattr(outputs, "image_outputs"):
+        outputs.image_outputs = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 from luthier.media import ENCODER_OUTPUTS
 from luthier.media.families import SHOWN, Attention, FrameMarks, OwnFrames, SharedSlots
 from luthier.models import families_of
-from luthier.models.adapted_code import take_own_inputs
+from luthier.models.adapted_code import give_image_outputs, take_own_inputs
 
 Arguments = tuple[Any, ...]  # of a module's forward, by place
 Inputs = dict[str, Any]  # the same by name
@@ -32,6 +32,7 @@ def hook(model: PreTrainedModel) -> None:
     """All that a model of its family needs; of most families nothing."""
     if not take_own_inputs(model) and any(family.attention is Attention.CROSS for family in families_of(model.config)):
         see_own_pictures(model)
+    give_image_outputs(model)
     hear_own_frames(model)
     keep_running_means(model)
     join_shared_slots(model)
@@ -353,11 +354,12 @@ def _features(encode: Any, inputs: list[Any]) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# A model whose class takes one video in a call, on the tokens of pictures, and fails on its features (Nemotron Omni).
+# A model whose class takes videos of one size in a call, on the tokens of pictures (Nemotron Omni).
 #
-# transformers 5.23 joins the features of a video as if they were a list. They are computed here, each video by itself
-# and of the size that it has alone, and handed over as those of pictures, with the pictures' own in the order of their
-# tokens. So no tokens of a video are left out, as generation may do (``video_pruning_rate``).
+# transformers 5.23 takes a single one, and fails on its features, which it joins as if they were a list. They are
+# computed here, each video by itself and of the size that it has alone, and handed over as those of pictures, with the
+# pictures' own in the order of their tokens. So no tokens of a video are left out, as generation may do
+# (``video_pruning_rate``).
 #
 # F frames of all videos, M samples with media, S slots of one of them, H hidden size.
 
@@ -395,13 +397,15 @@ def _forward_of_videos(model: Any, **inputs: Any) -> object:
 
 def _in_order(model: Any, frames_F3HW: torch.Tensor, shown: list[list[int]], inputs: Inputs) -> list[torch.Tensor]:
     """For each sample with media [S, H]; pictures are taken out of the inputs."""
-    videos = iter(frames_F3HW.split([frames for frames, *_ in shown if frames]))
+    is_split = frames_F3HW.ndim == 5  # [videos, groups, frames of a group x 3, H, W], as of transformers 5.24
+    videos = iter(frames_F3HW if is_split else frames_F3HW.split([frames for frames, *_ in shown if frames]))
     pixels, grids = inputs.pop("pixel_values", None), inputs.pop("image_grid_hw", None)
     pictures = iter(() if pixels is None else model.get_image_features(pixels, grids, return_dict=True).pooler_output)
     parts = []
     for frames, height, width in shown:
         if frames:
-            parts.append(_features(model.get_video_features, [next(videos)[..., :height, :width]]))
+            video = next(videos)[:frames, :, :height, :width]
+            parts.append(_features(model.get_video_features, [video[None] if is_split else video]))
         else:
             parts.extend(next(pictures) for _ in range(height))
     return parts

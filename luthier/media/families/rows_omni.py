@@ -78,10 +78,11 @@ def _all_frames(features: Features) -> NDArray[np.generic] | None:
 
 
 def _shown(features: Features) -> NDArray[np.generic] | None:
-    """int64[1, 3]: of a sample of Nemotron's frames, height and width of its video, or 0, how many pictures, 0."""
+    """int64[1, 3]: of a sample of Nemotron's frames (groups of them, as of transformers 5.24), height and width of its
+    video, or 0, how many pictures, 0."""
     frames, grids = features.get("pixel_values_videos"), features.get("image_grid_hw")
     if frames is not None:
-        return np.array([[len(frames), *frames.shape[2:]]], dtype=np.int64)
+        return np.array([[frames.shape[-4], *frames.shape[-2:]]], dtype=np.int64)
     return None if grids is None else np.array([[0, len(grids), 0]], dtype=np.int64)
 
 

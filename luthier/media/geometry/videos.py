@@ -256,14 +256,17 @@ def _check_one(headers: Sequence[VideoHeader]) -> None:
 
 
 def tubelets(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
-    """Frames of about ``video_target_num_patches`` patches (Nemotron Omni): ``num_tokens`` of a frame [N].
+    """Frames of about ``video_target_num_patches`` patches (Nemotron Omni): ``num_tokens`` of a frame [N], and what
+    transformers takes them from as of 5.24: ``num_frames`` [N], and pixels of which only the shape is read.
 
     Raises as `_check_one`: the processor would make one of two videos.
     """
     _check_one(headers)
-    downsampling = round(1.0 / settings["downsample_ratio"])
-    tokens = []
-    for header in headers:
+    downsampling, patch = round(1.0 / settings["downsample_ratio"]), settings["patch_size"]
+    metadata = [video_metadata(settings, header) for header in headers]
+    num_frames = [len(meta.frames_indices) for meta in metadata]
+    measured: Measured = {"num_tokens": [], "num_frames": num_frames, "video_metadata": metadata}
+    for header, frames in zip(headers, num_frames, strict=True):
         rows, columns = aim_patches(
             header.height,
             header.width,
@@ -271,8 +274,10 @@ def tubelets(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
             multiple=downsampling,
             keep_shape=settings["video_maintain_aspect_ratio"],
         )
-        tokens.append(rows * columns // downsampling**2)
-    return {"num_tokens": tokens, "video_metadata": [video_metadata(settings, header) for header in headers]}
+        measured["num_tokens"].append(rows * columns // downsampling**2)
+        groups = -(-frames // settings.processor.video_temporal_patch_dim)
+        measured["pixel_values_videos"] = np.broadcast_to(np.uint8(0), (1, groups, 3, rows * patch, columns * patch))
+    return measured
 
 
 # ------------------------------------------------------------------------------------------------ how frames are fitted
