@@ -158,7 +158,7 @@ def _scores(model: Any, ids_BT: Any, mask_BT: Any, positions_BT: Any, cache: Cac
 
 def _cache_name(base: Any) -> str:
     """``cache`` in transformers from 5.24 on, ``past_key_values`` before and in code of a model's own."""
-    return "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
+    return "cache" if "cache" in inspect.signature(type(base).forward).parameters else "past_key_values"
 
 
 def rows_can_join(model: Any, base: PreTrainedModel) -> bool:

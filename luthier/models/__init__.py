@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from luthier.config.choices import ModelPart
+from luthier.errors import ModelError
 from luthier.layout.position_schemes import position_scheme
 from luthier.media.families import Attention, Family, PackingSupport
 from luthier.media.families.table import FAMILIES
@@ -317,9 +318,14 @@ def text_attention(model: Any) -> str:
 
 
 def set_text_attention(model: Any, attention: str) -> None:
-    """Give the language model this attention and leave the towers theirs, which know nothing of segments."""
+    """Give the language model this attention and leave the towers theirs, which know nothing of segments.
+
+    Raises `ModelError` where the model keeps its own.
+    """
     config = model.config
     model.set_attn_implementation(_only_text(config, config.get_text_config(), attention))
+    if (left := text_attention(model)) != attention:
+        raise ModelError(f"its attention is written into its layers ({left})")
 
 
 def _by_encoders(model: PreTrainedModel) -> ModelParts:

@@ -175,6 +175,24 @@ def restore_buffers(model: PreTrainedModel) -> int:
     return len(unsaved)
 
 
+def name_cache(model: PreTrainedModel) -> None:
+    """Let code that comes with a model take its cache as transformers' generate hands it over as of 5.24: ``cache``,
+    where it was ``past_key_values``."""
+    renamed = "cache" in inspect.signature(masking_utils.create_causal_mask).parameters
+    names = inspect.signature(model.forward).parameters
+    if not renamed or "cache" in names or "past_key_values" not in names:
+        return
+    own = model.forward.__func__
+
+    @wraps(own)
+    def forward(model: Any, *args: Any, **inputs: Any) -> object:
+        if "cache" in inputs:
+            inputs["past_key_values"] = inputs.pop("cache")
+        return own(model, *args, **inputs)
+
+    model.forward = MethodType(forward, model)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Llama 4, whose class reads in transformers 5.24.0 what its language model does not give, and fails in every call.
 

@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 from luthier.media import ENCODER_OUTPUTS
 from luthier.media.families import SHOWN, Attention, FrameMarks, OwnFrames, SharedSlots
 from luthier.models import families_of
-from luthier.models.adapted_code import give_image_outputs, take_own_inputs
+from luthier.models.adapted_code import give_image_outputs, name_cache, take_own_inputs
 
 Arguments = tuple[Any, ...]  # of a module's forward, by place
 Inputs = dict[str, Any]  # the same by name
@@ -40,6 +40,7 @@ def hook(model: PreTrainedModel) -> None:
     encode_videos_apart(model)
     turn_by_own_length(model)
     see_both_ways(model)
+    name_cache(model)
 
 
 # --------------------------------------------------------------------------------------------------------------------

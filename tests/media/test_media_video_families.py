@@ -134,7 +134,8 @@ def test_nemotron_and_molmo_take_one_video_a_conversation() -> None:
             each.expand([clip(40, 40, 4, 2.0)] * 2)
     video = clip(40, 40, 5, 2.0)
     taken = DecodedVideo(frames=frames_of(video), frame_indices=tuple(range(5)), fps=2.0)
-    assert media.features([(video, taken)])["pixel_values_videos"].shape[0] == 5
+    frames = media.features([(video, taken)])["pixel_values_videos"].shape[-4]
+    assert frames == 5 or frames == 3  # pairs, as of transformers 5.24
 
 
 def test_tokens_that_only_pixels_decide_are_not_guessed() -> None:

@@ -190,11 +190,10 @@ def test_two_towers_have_features_each_and_neither_may_be_trained(tmp_path: Path
             run(config_of(folder, folder / "rows.jsonl", tmp_path / tower, **trained, **CACHE))
 
 
-@pytest.mark.parametrize(("family", "kind"), [("granite4_vision", "image"), ("kimi_k25", "video")])
-def test_an_encoder_that_fails_on_a_single_item_is_told(family: str, kind: str, tmp_path: Path) -> None:
-    folder = make_product(CASES[family], tmp_path).folder
+def test_an_encoder_that_fails_on_a_single_item_is_told(tmp_path: Path) -> None:
+    folder = make_product(CASES["granite4_vision"], tmp_path).folder
     more = {**LORA, "model__random_init": True, "data__max_length": 1024}
-    with refused(ModelError, f"{kind} encoder", "remove media.cache"):
+    with refused(ModelError, "image encoder", "remove media.cache"):
         run(config_of(folder, folder / "rows.jsonl", tmp_path / "run", **more, **CACHE))
 
 
