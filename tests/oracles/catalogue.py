@@ -33,7 +33,10 @@ def _all() -> Iterator[Stock]:
         source=llama_4,
         stops=Stops(eos="<|eot|>", others=("<|end_of_text|>", "<|eom|>"), bos="<|begin_of_text|>"),
     )
-    yield Stock(name="transformers/smolvlm", source=SMOLVLM, stops=Stops(eos="<end_of_utterance>"), parts_only=True)
+    only_parts = "is string" not in SMOLVLM  # it takes texts as of transformers 5.24
+    yield Stock(
+        name="transformers/smolvlm", source=SMOLVLM, stops=Stops(eos="<end_of_utterance>"), parts_only=only_parts
+    )
     yield from map(_named, TEMPLATES)
 
 
