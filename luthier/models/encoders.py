@@ -182,11 +182,11 @@ def with_encoder_outputs(inputs: Mapping[str, Any]) -> dict[str, object]:
     others = {name: value for name, value in inputs.items() if not is_encoded(name)}
     if not tree:
         return others
-    outputs = {kind: _Outputs(**{key: _field(v) for key, v in fields.items()}) for kind, fields in tree.items()}
+    outputs = {kind: _EncoderOutputs(**{key: _field(v) for key, v in fields.items()}) for kind, fields in tree.items()}
     return {**others, ENCODER_OUTPUTS: outputs}
 
 
-class _Outputs(SimpleNamespace):
+class _EncoderOutputs(SimpleNamespace):
     """What an encoder gives, of any class: what the model reads of it."""
 
     def to_tuple(self) -> tuple[object, ...]:
