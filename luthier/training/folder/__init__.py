@@ -20,7 +20,7 @@ from luthier.errors import CheckpointError
 from luthier.writing import FULL, counted, rename, sync, write_all, write_whole
 
 TORCH_WRITER = "inline_container"  # the part of torch that writes files, by which its errors can be told
-_ELSEWHERE = "choose another folder (output.dir, or --out of luthier predict)"
+_ELSEWHERE = "choose another folder (output.dir, --out of luthier predict, --to of luthier export)"
 HINTS = dict.fromkeys(FULL, f"free space there, or {_ELSEWHERE}") | {
     errno.EXDEV: f"the folder spans two file systems, so nothing in it can be renamed: {_ELSEWHERE}",
     errno.EIO: f"the disk may be failing: look at the system's log, or {_ELSEWHERE}",
