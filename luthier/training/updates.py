@@ -195,6 +195,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._pairs += zip(group["params"], copies, strict=True)
             group["params"] = copies
         super().__init__(inner.param_groups, inner.defaults)
+        for weight, copied in self._pairs:  # some have states before their first step, as Adagrad in torch 2.9
+            for name, value in inner.state.get(weight, {}).items():
+                is_tensor = isinstance(value, torch.Tensor)
+                self.state[copied][name] = value.to("cpu", copy=True) if is_tensor else value
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

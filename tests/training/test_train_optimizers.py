@@ -444,6 +444,20 @@ def test_an_offloaded_optimizer_takes_the_same_steps_and_goes_on_with_its_state(
         assert torch.equal(one, other) and torch.equal(one, third)
 
 
+def test_states_that_an_optimizer_has_from_the_beginning_are_offloaded() -> None:
+    def made(model: torch.nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        for number, weight in enumerate(model.parameters(), 1):
+            optimizer.state[weight]["momentum_buffer"] = torch.full_like(weight, number / 10)
+        return optimizer
+
+    plain, whole = _model(), _model()
+    offloaded = OffloadedOptimizer(made(whole))
+    _steps(plain, made(plain), range(2))
+    _steps(whole, offloaded, range(2))
+    assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), plain.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 def test_a_run_that_offloads_takes_the_same_steps(run: Run, adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = []
