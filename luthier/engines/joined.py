@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -156,7 +157,7 @@ def _scores(model: Any, ids_BT: Any, mask_BT: Any, positions_BT: Any, cache: Cac
     return scores
 
 
-def _cache_name(base: Any) -> str:
+def _cache_name(base: nn.Module) -> str:
     """``cache`` in transformers from 5.24 on, ``past_key_values`` before and in code of a model's own."""
     return "cache" if "cache" in inspect.signature(type(base).forward).parameters else "past_key_values"
 

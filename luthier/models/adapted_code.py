@@ -20,6 +20,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel, mas
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import ModelOutput
 
 from luthier.errors import ModelError
 from luthier.media.families import Family
@@ -185,7 +186,7 @@ def name_cache(model: PreTrainedModel) -> None:
     own = model.forward.__func__
 
     @wraps(own)
-    def forward(model: Any, *args: Any, **inputs: Any) -> object:
+    def forward(model: PreTrainedModel, *args: object, **inputs: object) -> object:
         if "cache" in inputs:
             inputs["past_key_values"] = inputs.pop("cache")
         return own(model, *args, **inputs)
@@ -203,7 +204,7 @@ def give_image_outputs(model: PreTrainedModel) -> None:
         model.get_submodule("language_model").register_forward_hook(_with_image_outputs)
 
 
-def _with_image_outputs(module: nn.Module, args: object, outputs: Any) -> None:
+def _with_image_outputs(module: nn.Module, args: object, outputs: ModelOutput) -> None:
     if not hasattr(outputs, "image_outputs"):
         outputs.image_outputs = None
 
