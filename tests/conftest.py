@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -251,7 +251,10 @@ def command_of(pid: int) -> bytes:
 
 @contextmanager
 def served_json(
-    answer: Callable[[str, dict[str, Any] | None], tuple[int, object]], *, tokenizes: bool = False
+    answer: Callable[[str, dict[str, Any] | None], tuple[int, object]],
+    *,
+    tokenizes: bool = False,
+    headers: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
     """The address of a server that answers (path, body) with (status, JSON). Unless it ``tokenizes``, it has no
     ``/tokenize``, as some servers have none."""
@@ -268,7 +271,8 @@ def served_json(
             status, told = answer(self.path, body) if knows else (404, {"error": "no such path"})
             raw = json.dumps(told).encode()
             self.send_response(status)
-            self.send_header("Content-Length", str(len(raw)))
+            for name, value in {"Content-Length": str(len(raw)), **(headers or {})}.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(raw)
 

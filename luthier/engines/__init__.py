@@ -278,6 +278,8 @@ class SamplerPool:
                     if final or pause is None:
                         again = "" if final else f" (asked {counted(tries, 'time')})"
                         raise SamplerLost(f"{error.message}{again}", hint=error.hint) from error
+                    if isinstance(error, ServerRefused) and (only is not None or len(self.samplers) == 1):
+                        pause = max(pause, error.pause)
                     if isinstance(error, StaleWeights):
                         self._renew(sampler)
             time.sleep(pause) if over is None else over.wait(pause)

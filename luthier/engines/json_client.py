@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from email.utils import mktime_tz, parsedate_tz
 from functools import cached_property, partial
 from threading import Thread, Timer
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -31,16 +32,18 @@ if TYPE_CHECKING:
 SERVER_TOKEN = "LUTHIER_SERVER_TOKEN"  # the environment variable that holds a server's token
 LONGEST_ANSWER = 64_000_000  # bytes; a million ids are ten
 PAUSES = (0.5, 2.0, 8.0)  # seconds before a question is asked again
+LONGEST_PAUSE = 60.0  # seconds that a server may have us wait before it is asked again
 BUSY = (408, 409, 429, 500, 502, 503, 504)  # the status of a server that may answer later
 GIVEN_UP = ("abort", "error")  # why vLLM and SGLang end an answer that they do not go on with
 
 
 class ServerRefused(UserError):
-    """The server answered, but not with what was asked for. ``status`` is that of HTTP."""
+    """The server answered, but not with what was asked for. ``status`` is that of HTTP, and ``pause`` the seconds after
+    which the server wants to be asked again, at most `LONGEST_PAUSE`; 0 where it does not say."""
 
-    def __init__(self, message: str, *, status: int, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, status: int, pause: float = 0.0, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
-        self.status = status
+        self.status, self.pause = status, pause
 
 
 class ServerUnreachable(UserError):
@@ -131,9 +134,8 @@ class JsonClient:
         except urllib.error.HTTPError as error:
             with error:
                 said = _message_in(error.read(4000).decode("utf-8", "replace").strip())
-            raise ServerRefused(
-                f"{request.full_url} answers {error.code}: {said[:300]}", status=error.code, hint=self._refused
-            ) from error
+            what, pause = f"{request.full_url} answers {error.code}: {said[:300]}", _pause(error.headers["Retry-After"])
+            raise ServerRefused(what, status=error.code, pause=pause, hint=self._refused) from error
         except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
             why = error.reason if isinstance(error, urllib.error.URLError) else error
             is_late = request.is_over or isinstance(why, TimeoutError)
@@ -162,6 +164,16 @@ def _message_in(said: str) -> str:
         return f"{error['message']} ({error['hint']})" if error.get("hint") else str(error["message"])
     except (ValueError, KeyError, TypeError, AttributeError):
         return said
+
+
+def _pause(retry_after: str | None) -> float:
+    """The seconds that the header ``Retry-After`` names, a number of them or a date (RFC 9110, section 10.2.3)."""
+    try:
+        seconds = float(retry_after or 0)
+    except ValueError:
+        date = parsedate_tz(str(retry_after))
+        seconds = 0.0 if date is None else mktime_tz(date) - time.time()
+    return min(seconds, LONGEST_PAUSE) if seconds > 0 else 0.0
 
 
 class _TimedRequest(urllib.request.Request):
@@ -408,11 +420,11 @@ def patiently(ask: Callable[[], Told]) -> Told:
         try:
             return ask()
         except ServerUnreachable:
-            pass
+            time.sleep(pause)
         except ServerRefused as refusal:
             if refusal.status not in BUSY:
                 raise
-        time.sleep(pause)
+            time.sleep(max(pause, refusal.pause))
     return ask()
 
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from email.utils import formatdate
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,7 @@ import luthier
 from luthier.config.schema import GenerateConfig
 from luthier.engines import Completion, Finish, Refusal, Request, SamplerPool, WeightsName
 from luthier.engines.http import HttpEngine, HttpSampler
-from luthier.engines.json_client import JsonClient, ServerUnreachable, ServerWrong, in_threads
+from luthier.engines.json_client import JsonClient, ServerRefused, ServerUnreachable, ServerWrong, in_threads, patiently
 from luthier.engines.local import LocalEngine
 from luthier.errors import SamplerLost, UserError
 from tests.check.llama_cpp import llama_cpp_server, write_gguf
@@ -150,6 +153,45 @@ def test_a_server_that_is_busy_is_asked_again_and_a_wrong_question_is_refused(
             with pytest.raises(SamplerLost) as caught:
                 list(engine.generate(requests(1)))
             assert ("3 times" in caught.value.message) == (tries == 3) and not stand_in.trouble
+
+
+@pytest.mark.parametrize(
+    ("said", "least", "most"),
+    [
+        (None, 0.01, 0.01),
+        ("3", 3, 3),
+        ("0.5", 0.5, 0.5),
+        ("in 30 s", 28, 30),
+        ("86400", 60, 60),
+        ("0", 0.01, 0.01),
+        ("-5", 0.01, 0.01),
+        ("nan", 0.01, 0.01),
+        ("soon", 0.01, 0.01),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0.01, 0.01),
+    ],
+)
+def test_a_busy_server_is_asked_again_when_it_says_but_within_a_minute(
+    monkeypatch: pytest.MonkeyPatch, said: str | None, least: float, most: float
+) -> None:
+    monkeypatch.setattr("luthier.engines.json_client.PAUSES", (0.01, 0.01))
+    pauses: list[float] = []
+    sleepless = SimpleNamespace(sleep=pauses.append, time=time.time)
+    for module in ("luthier.engines", "luthier.engines.json_client"):
+        monkeypatch.setattr(f"{module}.time", sleepless)
+    headers = (
+        {} if said is None else {"Retry-After": said.replace("in 30 s", formatdate(time.time() + 30, usegmt=True))}
+    )
+    with served_json(lambda *_: (429, {}), headers=headers) as url:
+        client = JsonClient(url, timeout=HANG_SECONDS, option="url", token_option="token")
+        sampler: Any = SimpleNamespace(name="one", score=lambda *_: client.post("/v1/completions", {}))
+        with pytest.raises(ServerRefused):
+            patiently(lambda: client.post("/v1/completions", {}))
+        with pytest.raises(SamplerLost):
+            SamplerPool([sampler], at_once=1, pauses=(0.01, 0.01)).score(TOKENIZER.encode_runs(["a"])[0], 0)
+        assert len(pauses) == 4 and all(least <= pause <= most for pause in pauses)
+        with pytest.raises(SamplerLost):
+            SamplerPool([sampler, sampler], at_once=1, pauses=(0.01,)).score(TOKENIZER.encode_runs(["a"])[0], 0)
+        assert pauses[-1] == 0.01, "another server is asked at once"
 
 
 def test_a_server_of_several_models_is_asked_by_the_name_of_one(model: Any) -> None:
