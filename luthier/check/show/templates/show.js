@@ -77,14 +77,31 @@ document.addEventListener("pointerover", (event) => {
   if (!pinned && placeOf.has(element)) inspect(element);
 });
 
+function pin(element) {
+  if (pinned) pinned.classList.remove("pinned");
+  pinned = element;
+  if (pinned) pinned.classList.add("pinned");
+}
+
 document.addEventListener("click", (event) => {
   const element = shownAt(event);
   if (!placeOf.has(element)) return;
-  const again = pinned === element;
-  if (pinned) pinned.classList.remove("pinned");
-  pinned = again ? null : element;
-  if (pinned) pinned.classList.add("pinned");
+  pin(pinned === element ? null : element);
   inspect(element);
+});
+
+const tokens = [...document.querySelectorAll(".text b, .text i")];
+const steps = { ArrowRight: 1, ArrowLeft: -1 };
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") pin(null);
+  if (!(event.key in steps) || event.ctrlKey || event.altKey || event.metaKey || event.target.closest(".scroll")) return;
+  let next = pinned ? tokens.indexOf(pinned) + steps[event.key] : 0;
+  while (next in tokens && !tokens[next].checkVisibility()) next += steps[event.key];
+  if (!(next in tokens)) return;
+  event.preventDefault();
+  pin(tokens[next]);
+  inspect(tokens[next]);
+  tokens[next].scrollIntoView({ block: "nearest" });
 });
 
 const written = new WeakMap();
