@@ -23,7 +23,6 @@ ELSEWHERE = {
     "got_ocr2": "its class takes no pictures nested by rows, and no model fits the sizes of its tiny processor",
     "fuyu": "its class writes placeholders in front of a prompt itself, beside those that a template prints",
     "emu3": "its encoder takes means over what fills a picture up in a batch: not even its own batch is as alone",
-    "perception_lm": "its model is built on one of timm's, which is not installed",
     "kimi_vl": "transformers has no model of it",
     "llava_onevision1_5": "transformers has no model of it",
     "nemotron_parse": "transformers has no model of it; `tests.training.test_train_decoder_inputs` has a stand-in",
@@ -45,8 +44,6 @@ CONFIGS: dict[str, Callable[[Vocabulary], Any]] = {
 ROW_OF = {model_type: row.name for row in FAMILIES.values() for model_type in row.model_types}
 # Model types whose processor is another family's class.
 PROCESSOR_OF = {"qwen3_5": "qwen3_vl"}
-# Families whose model cannot be built here.
-MODELLESS = {"gemma3n": "its tower is one of timm's, which is not installed"}
 UNLEARNED = {"model.vqmodel": "Chameleon's pictures are words of a code book, which no gradient passes"}
 # What chat templates write around an item, where models or processors look for its beginning and end.
 MARKS = {

@@ -37,6 +37,8 @@ def own_call(family: str, processor: Any, template: str, rows: Sequence[Row]) ->
             output = _with_answers(processor, template, rows)
         case "nemotron_h_omni" if any(row.has_video for row in rows):
             output = _one_video(processor, template, rows)
+        case "perception_lm":
+            output = _tiles_in_a_line(processor, template, rows)
         case _:
             output = own_batch(processor, template, rows, **OPTIONS.get(family, {}))
     if family == "chameleon":
@@ -77,6 +79,21 @@ def _one_video(processor: Any, template: str, rows: Sequence[Row]) -> Tensors:
             videos_kwargs={"video_metadata": VideoMetadata(**told), "return_tensors": "pt"},
             text_kwargs={**PADDED, "return_tensors": None},
         )
+    )
+
+
+def _tiles_in_a_line(processor: Any, template: str, rows: Sequence[Row]) -> Tensors:
+    """PerceptionLM's class stacks no pictures of different numbers of tiles, nor videos of different lengths; its model
+    takes tiles and frames one by one, whatever they belong to."""
+    videos, told = videos_of(rows)
+    arguments = {"videos": videos, "videos_kwargs": {"video_metadata": told}} if videos else {}
+    pictures = [pictures_of(row) for row in rows]
+    output = processor(
+        text=texts_of(processor, template, rows), images=pictures if any(pictures) else None, text_kwargs=PADDED,
+        **arguments,
+    )  # fmt: skip
+    return as_tensors(
+        {name: torch.cat([*value])[None] if name.startswith("pixel") else value for name, value in output.items()}
     )
 
 

@@ -31,7 +31,7 @@ from luthier.records import Branch, ImageHeader, Segment, VideoHeader
 from luthier.training.fit import as_packed
 from luthier.training.generate import question_of
 from tests.conftest import reason_is
-from tests.families_matrix.matrix_cases import CASES, ELSEWHERE, MODELLESS, UNLEARNED
+from tests.families_matrix.matrix_cases import CASES, ELSEWHERE, UNLEARNED
 from tests.families_matrix.matrix_product import CPU, Product, make_product
 from tests.families_matrix.matrix_rows import FILMS, PICTURES, ROUNDS
 from tests.families_matrix.odd_processors import NOT_CALLED_WITH, ONE_KIND_A_CALL
@@ -47,8 +47,6 @@ def product(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def model(product: Product) -> Any:
-    if reason := MODELLESS.get(product.case.name):
-        pytest.skip(reason)
     return product.model()
 
 

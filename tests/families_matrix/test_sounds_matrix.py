@@ -28,9 +28,8 @@ from tests.families_matrix.tiny_hearing import CONFIGS
 
 CPU = torch.device("cpu")
 FAMILIES = sorted(CONFIGS)
-PICTURES = ["gemma4", "gemma4_unified", "nemotron_h_omni", "qwen2_5_omni", "qwen3_omni_moe"]
-# Its tower for pictures is from a package that is not here; the other's takes pictures of one size, 448 pixels.
-NO_TINY_PICTURES = ["gemma3n", "phi4_multimodal"]
+PICTURES = ["gemma3n", "gemma4", "gemma4_unified", "nemotron_h_omni", "qwen2_5_omni", "qwen3_omni_moe"]
+NO_TINY_PICTURES = ["phi4_multimodal"]  # its tower takes pictures of one size, 448 pixels
 # What is ours alone: the model would count positions itself.
 OURS = {"position_ids"}
 

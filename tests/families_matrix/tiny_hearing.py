@@ -168,16 +168,17 @@ def qwen3_omni_moe(words: Words) -> Any:
 
 
 def gemma3n(words: Words) -> Any:
-    """Its tower for pictures comes from a package that is not here; CLIP's stands in its place."""
-    seen = hf.CLIPVisionConfig(**SEES)
-    seen.vocab_size, seen.vocab_offset, seen.rms_norm_eps = 1, words.size, 1e-6
-    config = hf.Gemma3nConfig(
+    return hf.Gemma3nConfig(
         text_config=words.text(
             vocab_size=words.size + 2, num_key_value_heads=2, layer_types=LAYERS, sliding_window=8,
             num_kv_shared_layers=0, hidden_size_per_layer_input=8,
             vocab_size_per_layer_input=words.size, laurel_rank=4, altup_num_inputs=2, intermediate_size=[48, 48],
             activation_sparsity_pattern=[0.0, 0.0],
         ),
+        vision_config={
+            "hidden_size": 2048, "vocab_size": 1, "vocab_offset": words.size,
+            "model_args": {"channel_multiplier": 0.05, "msfa_output_resolution": 2},
+        },
         audio_config={
             "vocab_size": 1, "vocab_offset": words.size + 1, "hidden_size": 32, "conf_num_attention_heads": 2,
             "conf_num_hidden_layers": 2, "sscp_conv_channel_size": (8, 4), **SENSITIVE,
@@ -188,8 +189,6 @@ def gemma3n(words: Words) -> Any:
         audio_token_id=words.number("<audio_soft_token>"),
         **SENSITIVE,
     )  # fmt: skip
-    object.__setattr__(config, "vision_config", seen)  # which the config itself would refuse
-    return config
 
 
 def gemma4(words: Words) -> Any:

@@ -170,7 +170,8 @@ def gemma3n(words: Vocabulary) -> Any:
             pad_token_id=0,
         ),
         vision_config={
-            "architecture": "mobilenetv5_300m_enc", "hidden_size": 32, "vocab_size": 4, "vocab_offset": size,
+            "architecture": "mobilenetv5_300m_enc", "hidden_size": 2048, "vocab_size": 4, "vocab_offset": size,
+            "model_args": {"channel_multiplier": 0.05, "msfa_output_resolution": 2},
         },
         audio_config={
             "vocab_size": 4, "vocab_offset": size + 4, "hidden_size": 32, "conf_num_attention_heads": 2,
@@ -181,6 +182,22 @@ def gemma3n(words: Vocabulary) -> Any:
             image="<image_soft_token>", boi="<start_of_image>", eoi="<end_of_image>", audio="<audio_soft_token>",
             boa="<start_of_audio>", eoa="<end_of_audio>",
         ),
+    )  # fmt: skip
+
+
+def perception_lm(words: Vocabulary) -> Any:
+    tower = {
+        "embed_dim": 16, "depth": 2, "num_heads": 2, "img_size": [28, 28], "patch_size": 7, "ref_feat_shape": [4, 4],
+        "global_pool": "", "use_post_transformer_norm": False,
+    }  # fmt: skip
+    return hf.PerceptionLMConfig(
+        text_config={"model_type": "llama", **words.text()},
+        vision_config={
+            "model_type": "timm_wrapper", "architecture": "vit_pe_core_large_patch14_336", "do_pooling": False,
+            "model_args": tower,
+        },
+        projector_pooling_ratio=2,
+        **words.ids(image="<|image|>", video="<|video|>"),
     )  # fmt: skip
 
 
@@ -256,7 +273,7 @@ CONFIGS: dict[str, Callable[[Vocabulary], Any]] = {
     make.__name__: make
     for make in (
         llava, vipllava, paligemma, deepseek_vl, deepseek_vl_hybrid, janus, chameleon, idefics2, mllama,
-        llava_next_video, video_llava, qwen2_5_omni_thinker, qwen3_omni_moe_thinker, gemma3n, gemma4, gemma4_unified,
-        phi4_multimodal, nemotron_h_omni,
+        llava_next_video, video_llava, qwen2_5_omni_thinker, qwen3_omni_moe_thinker, gemma3n, perception_lm, gemma4,
+        gemma4_unified, phi4_multimodal, nemotron_h_omni,
     )
 }  # fmt: skip
