@@ -411,10 +411,10 @@ def _grid_positions(
 
 def _grids_of(scheme: PositionScheme, kind: TokenType, grids: MediaGrids) -> tuple[Ints, NDArray[np.float32] | None]:
     """Items of this kind as grids of tokens, and the seconds between their grids in time."""
-    merge = scheme.spatial_merge
+    merge, row_end = scheme.spatial_merge, np.array([0, 0, int(scheme.row_ends)])
     if kind is TokenType.IMAGE:
-        return grids.image_N3.astype(np.int64) // np.array([1, merge, merge]), None
-    video_N3 = grids.video_N3.astype(np.int64) // np.array([scheme.temporal_merge, merge, merge])
+        return grids.image_N3.astype(np.int64) // np.array([1, merge, merge]) + row_end, None
+    video_N3 = grids.video_N3.astype(np.int64) // np.array([scheme.temporal_merge, merge, merge]) + row_end
     if scheme.per_frame:
         video_N3 = np.repeat(video_N3, video_N3[:, 0], axis=0)
         video_N3[:, 0] = 1
@@ -476,7 +476,7 @@ def _indexed_positions(scheme: PositionScheme, types_T: AnyInt, grids: MediaGrid
     grid_N3, _ = _grids_of(scheme, TokenType.IMAGE, grids)
     if not len(grid_N3):
         return positions_AT
-    num_rows, num_columns = grid_N3[:, 1], grid_N3[:, 2] + 1  # each row of a picture ends in a token of its own
+    num_rows, num_columns = grid_N3[:, 1], grid_N3[:, 2]
     sizes_N = num_rows * num_columns
     is_image_T = types_T == TokenType.IMAGE
     bordered = bool(is_image_T.sum() == (sizes_N + 2).sum())  # one token before and one behind, which count as text

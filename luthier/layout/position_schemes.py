@@ -67,7 +67,8 @@ class PositionScheme:
     temporal_merge      the same in time; of videos only
     positions_a_second  of a video's time; None: one for each of its grids in time
     rate_first          positions a second times the seconds of a step, then times the steps; else the steps come first
-    per_frame           each grid in time of a video stands between timestamps: an item of its own
+    per_frame           each grid in time of a video is an item of its own, with timestamps between them or not
+    row_ends            each row of a grid ends in a token of its own
     fractional          time is not rounded, and neither is anything behind it: positions are float32
     shared_borders      of two tokens that open, or close, a video with its sound both have one position
     canvas              of CANVAS
@@ -82,6 +83,7 @@ class PositionScheme:
     positions_a_second: float | None = None
     rate_first: bool = False
     per_frame: bool = False
+    row_ends: bool = False
     advance: Advance = Advance.EXTENT
     fractional: bool = False
     shared_borders: bool = False
@@ -169,6 +171,7 @@ _VARIANTS = {
         reads={**_MERGE, "positions_a_second": "vision_config.tokens_per_second"},
     ),
     "grid_frames": _Variant(scheme=PositionScheme(per_frame=True), reads=_MERGE),
+    "grid_row_ends": _Variant(scheme=PositionScheme(per_frame=True, row_ends=True), reads=_MERGE),
     "grid_merged_time": _Variant(
         scheme=PositionScheme(temporal_merge=2),
         reads={**_MERGE, "temporal_merge": "vision_config.temporal_merge_size"},
@@ -182,7 +185,7 @@ _VARIANTS = {
         reads={**_MERGE, **_SECONDS},
     ),
     "indexed": _Variant(
-        scheme=PositionScheme(arrangement=Arrangement.INDEXED, num_axes=4, text_row=False),
+        scheme=PositionScheme(arrangement=Arrangement.INDEXED, num_axes=4, row_ends=True, text_row=False),
         reads={**_MERGE, "num_axes": "text_config.rope_parameters.mrope_section"},
     ),
     "canvas": _Variant(

@@ -35,7 +35,7 @@ SEED = int(os.environ.get("LUTHIER_MEDIA_SEED", "1"))
 RATE = 16_000
 ANSWER = "it is so"
 # Classes that take one sound for every text of a call, and no text without one.
-ONE_EACH = frozenset({"audioflamingo3", "musicflamingo", "glmasr", "qwen3_asr"})
+ONE_EACH = frozenset({"audioflamingo3", "musicflamingo", "glmasr", "qwen3_asr", "omniasr"})
 MARKS = {
     "<|AUDIO|>": "<|audio_bos|>{}<|audio_eos|>",
     "<|IMAGE|>": "<|vision_bos|>{}<|vision_eos|>",
@@ -165,7 +165,8 @@ class Hearing:
         if path.exists():
             pass
         elif isinstance(item, int):
-            path.write_bytes(wav(samples_of(item), coding=3, bits=32))  # as they are, without rounding
+            rate = 24_000 if self.family == "apertus1p5" else RATE
+            path.write_bytes(wav(samples_of(item), rate=rate, coding=3, bits=32))  # as they are, without rounding
         else:
             picture_of(item).save(path)
         return str(path)

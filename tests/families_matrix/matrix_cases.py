@@ -44,7 +44,11 @@ CONFIGS: dict[str, Callable[[Vocabulary], Any]] = {
 ROW_OF = {model_type: row.name for row in FAMILIES.values() for model_type in row.model_types}
 # Model types whose processor is another family's class.
 PROCESSOR_OF = {"qwen3_5": "qwen3_vl"}
-UNLEARNED = {"model.vqmodel": "Chameleon's pictures are words of a code book, which no gradient passes"}
+UNLEARNED = {
+    "model.vqmodel": "Chameleon's pictures are words of a code book, which no gradient passes",
+    "model.vision_tokenizer": "nor are those of Apertus 1.5",
+    "model.audio_tokenizer": "nor are its sounds",
+}
 # What chat templates write around an item, where models or processors look for its beginning and end.
 MARKS = {
     "<|image_pad|>": "<|vision_start|>{}<|vision_end|>",

@@ -191,6 +191,19 @@ def cohere_compass(words: Vocabulary) -> Any:
     )  # fmt: skip
 
 
+def hy_v4_vl(words: Vocabulary) -> Any:
+    thinks = words.text(
+        num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, kv_lora_rank=8,
+        q_lora_rank=8, qk_rope_head_dim=16, qk_nope_head_dim=8, v_head_dim=16, index_topk=4096, index_head_dim=16,
+        index_n_heads=2, hc_mult=2, rope_parameters=MROPE,
+    )  # fmt: skip
+    seen = {**sees(), "patch_size": 8, "max_image_size": 96, "spatial_merge_size": 2, "out_hidden_size": 32}
+    del seen["image_size"]
+    return hf.HYV4VLConfig(
+        text_config=thinks, vision_config=seen, **words.ids(image="<|image_pad|>", video="<|video_pad|>")
+    )
+
+
 def cosmos3_edge(words: Vocabulary) -> Any:
     return hf.Cosmos3EdgeConfig(
         text_config=words.text(rope_parameters=MROPE),
@@ -222,7 +235,7 @@ CONFIGS: dict[str, Callable[[Vocabulary], Any]] = {
     make.__name__: make
     for make in (
         qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, glm4v, glm46v, glm5_next, ernie4_5_vl_moe, paddleocr_vl,
-        hunyuan_vl, video_llama_3, kimi_k25, exaone4_5, minimax_m3_vl, lfm3_vl, cohere_compass, cosmos3_edge,
+        hunyuan_vl, video_llama_3, kimi_k25, exaone4_5, minimax_m3_vl, lfm3_vl, cohere_compass, cosmos3_edge, hy_v4_vl,
         lighton_ocr, mistral3,
     )
 }  # fmt: skip

@@ -8,6 +8,8 @@ from typing import Any
 
 import transformers as hf
 
+from tests.families_matrix.tiny_other_configs import apertus_parts
+
 # at the usual 0.02 a model hardly looks at other tokens, and every leak is small
 SENSITIVE = {"initializer_range": 0.1}
 MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
@@ -263,10 +265,26 @@ def nemotron_h_omni(words: Words) -> Any:
     )  # fmt: skip
 
 
+def omniasr(words: Words) -> Any:
+    heard = {
+        "hidden_size": 32, "conv_dim": [8] * 7, "num_attention_heads": 2, "num_hidden_layers": 2,
+        "intermediate_size": 48, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2,
+        "hidden_dropout": 0.0, "layerdrop": 0.0, "activation_dropout": 0.0, **SENSITIVE,
+    }  # fmt: skip
+    return hf.OmniASRConfig(
+        text_config={**words.text(), "model_type": "llama"}, audio_config=heard,
+        audio_token_id=words.number("<extra_id_1>"), **SENSITIVE,
+    )  # fmt: skip
+
+
+def apertus1p5(words: Words) -> Any:
+    return hf.Apertus1p5Config(**apertus_parts(words.text, words.size, words.number))
+
+
 CONFIGS: dict[str, Callable[[Words], Any]] = {
     make.__name__: make
     for make in (
         qwen2_audio, audioflamingo3, musicflamingo, glmasr, qwen3_asr, voxtral, granite_speech, inkling, qwen2_5_omni,
-        qwen3_omni_moe, gemma3n, gemma4, gemma4_unified, phi4_multimodal, nemotron_h_omni,
+        qwen3_omni_moe, gemma3n, gemma4, gemma4_unified, phi4_multimodal, nemotron_h_omni, omniasr, apertus1p5,
     )
 }  # fmt: skip

@@ -269,11 +269,51 @@ def nemotron_h_omni(words: Vocabulary) -> Any:
     )  # fmt: skip
 
 
+def inkling2_loop(words: Vocabulary) -> Any:
+    """Its one loop runs over the second and the third of four layers, twice."""
+    thinks = words.text(
+        num_hidden_layers=4, unpadded_vocab_size=words.size, swa_num_attention_heads=2, swa_num_key_value_heads=1,
+        swa_head_dim=16, d_rel=4, rel_extent=64, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        n_layers_per_attn_res_block=1, loop_layer_index_start=1, loop_layer_index_end=3, loop_num_passes=2,
+        loop_gate_rank=8,
+    )  # fmt: skip
+    seen = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "posemb_grid_size": 8, "projection_hidden_dim": 24, "text_hidden_size": 32, **SENSITIVE,
+    }  # fmt: skip
+    return hf.Inkling2LoopConfig(
+        text_config=thinks, vision_config=seen, image_token_id=words.number("<|content_image|>")
+    )
+
+
+def apertus1p5(words: Vocabulary) -> Any:
+    return hf.Apertus1p5Config(**apertus_parts(words.text, words.size, words.number))
+
+
+def apertus_parts(text: Callable[..., dict[str, Any]], size: int, number: Callable[[str], int]) -> dict[str, Any]:
+    """Codes of pictures and sounds stand behind the words, and only words are predicted."""
+    drawn, heard = 16, 8
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    return {
+        "text_config": text(vocab_size=size + drawn + heard, output_vocab_size=size, rope_parameters=rope),
+        "vision_config": {
+            "codebook_size": drawn, "embed_dim": 8, "latent_channels": 8, "base_channels": 32, "num_res_blocks": 1,
+            "channel_multiplier": [1, 1, 1, 1, 1], "attn_resolutions": [],
+        },
+        "audio_config": {
+            "model_type": "wavtokenizer_encoder", "codebook_size": heard, "codebook_dim": 16, "hidden_size": 16,
+            "num_filters": 4, "num_lstm_layers": 1,
+        },
+        "image_token_id": number("<|image_token|>"), "audio_token_id": number("<|audio_token|>"),
+        "image_token_offset": size, "audio_token_offset": size + drawn,
+    }  # fmt: skip
+
+
 CONFIGS: dict[str, Callable[[Vocabulary], Any]] = {
     make.__name__: make
     for make in (
         llava, vipllava, paligemma, deepseek_vl, deepseek_vl_hybrid, janus, chameleon, idefics2, mllama,
         llava_next_video, video_llava, qwen2_5_omni_thinker, qwen3_omni_moe_thinker, gemma3n, perception_lm, gemma4,
-        gemma4_unified, phi4_multimodal, nemotron_h_omni,
+        gemma4_unified, phi4_multimodal, nemotron_h_omni, inkling2_loop, apertus1p5,
     )
 }  # fmt: skip

@@ -15,6 +15,7 @@ from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_
 from transformers.models.glm4v.modeling_glm4v import Glm4vModel
 from transformers.models.glm46v.modeling_glm46v import Glm46VModel
 from transformers.models.hunyuan_vl.modeling_hunyuan_vl import HunYuanVLModel
+from transformers.models.hy_v4_vl.modeling_hy_v4_vl import HYV4VLModel
 from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import MiniCPMV4_7Model
 from transformers.models.paddleocr_vl.modeling_paddleocr_vl import PaddleOCRVLModel
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniThinkerForConditionalGeneration
@@ -121,6 +122,18 @@ def image_with_row_ends(rng: np.random.Generator, row: Row) -> None:
     row.images.append(grid(rng))
     _, h, w = row.images[-1]
     row.ids += [VS] + [IMG] * (h // 2 * (w // 2 + 1) + 2) + [VE]
+
+
+def image_of_ended_rows(rng: np.random.Generator, row: Row) -> None:
+    row.images.append(grid(rng))
+    _, h, w = row.images[-1]
+    row.ids += [VS] + [IMG] * (h // 2 * (w // 2 + 1)) + [VE]
+
+
+def video_of_ended_rows(rng: np.random.Generator, row: Row) -> None:
+    row.videos.append(grid(rng, frames=int(rng.integers(1, 6))))
+    t, h, w = row.videos[-1]
+    row.ids += [VS] + [VID] * (t * (h // 2) * (w // 2 + 1)) + [VE]
 
 
 def audio(rng: np.random.Generator, row: Row) -> None:
@@ -257,6 +270,7 @@ CASES = {
     "ernie4_5_vl_moe": Case("grid_merged_time", with_grids(Ernie4_5_VLMoeModel, *BOTH), (image, video_of_pairs)),
     "paddleocr_vl": Case("grid", with_grids(PaddleOCRVLModel, *BOTH), (image,)),
     "hunyuan_vl": Case("indexed", with_grids(HunYuanVLModel), (image_with_row_ends,)),
+    "hy_v4_vl": Case("grid_row_ends", with_grids(HYV4VLModel, *BOTH), (image_of_ended_rows, video_of_ended_rows)),
     "minicpmv4_7": Case("canvas", with_sizes, (canvas_image, canvas_video)),
     "qwen2_5_omni": Case(
         "grid_sound", with_sound(Qwen2_5OmniThinkerForConditionalGeneration), (image, video, audio)

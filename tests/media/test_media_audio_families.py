@@ -28,17 +28,17 @@ NUM_SIZES = int(os.environ.get("LUTHIER_MEDIA_SIZES", "25"))
 FAMILIES = sorted(set(AUDIO) - {"voxtral"})  # whose own call takes no sounds
 RATE = 16000
 # Classes that take one sound for every text.
-ONE_EACH = {"audioflamingo3", "musicflamingo", "glmasr", "qwen3_asr"}
+ONE_EACH = {"audioflamingo3", "musicflamingo", "glmasr", "qwen3_asr", "omniasr"}
 
 
 def sound(num_samples: int, rate: int = RATE) -> AudioHeader:
     return AudioHeader(num_samples=num_samples, sampling_rate=rate)
 
 
-def samples_of(header: AudioHeader) -> np.ndarray:
-    """float32[n] at the rate that all these models hear."""
+def samples_of(header: AudioHeader, rate: int = RATE) -> np.ndarray:
+    """float32[n] at the rate that a model hears."""
     noise = np.random.default_rng(header.num_samples).uniform(-1, 1, header.num_samples).astype(np.float32)
-    return resample(noise, header.sampling_rate, RATE)
+    return resample(noise, header.sampling_rate, rate)
 
 
 def random_sounds(family: str, count: int) -> list[AudioHeader]:
@@ -56,7 +56,7 @@ def own_batch(processor: Any, texts: list[str], sounds: list[AudioHeader]) -> di
         return dict(
             processor(
                 text=texts,
-                audio=[samples_of(header) for header in sounds],
+                audio=[samples_of(header, rate_of(processor)) for header in sounds],
                 text_kwargs={"padding": True, "padding_side": "right", "return_tensors": "pt"},
                 audio_kwargs={"return_tensors": "pt"},
             )
@@ -173,12 +173,18 @@ def test_a_wrong_length_is_noticed() -> None:
 # --------------------------------------------------------------------------------------------------------- features
 
 
-def decoded(headers: list[AudioHeader]) -> list[tuple[AudioHeader, DecodedAudio]]:
-    return [(header, DecodedAudio(samples=samples_of(header), sampling_rate=RATE)) for header in headers]
+def rate_of(processor: Any) -> int:
+    """Samples a second that its extractor takes."""
+    part = getattr(processor, "feature_extractor", None) or processor.audio_processor
+    return int(part.sampling_rate)
+
+
+def decoded(headers: list[AudioHeader], rate: int = RATE) -> list[tuple[AudioHeader, DecodedAudio]]:
+    return [(header, DecodedAudio(samples=samples_of(header, rate), sampling_rate=rate)) for header in headers]
 
 
 def features_of(media: MediaProcessor, rows: list[list[AudioHeader]]) -> dict[str, np.ndarray]:
-    return merge_features(media.family, [media.features(decoded(row)) for row in rows])
+    return merge_features(media.family, [media.features(decoded(row, rate_of(media.processor))) for row in rows])
 
 
 def texts_of(media: MediaProcessor, rows: list[list[AudioHeader]]) -> list[str]:

@@ -14,8 +14,6 @@ from luthier.media.families.table import FAMILIES, MODEL_TYPES, PROCESSORS, fami
 from scripts.doc_tables import family_table, refusal_list
 from tests.media.tiny_processors import BUILDERS
 
-# New in transformers 5.24. Without a row, tokens are counted by doing (`luthier.media.families.table`).
-WITHOUT_ROW = {"apertus1p5", "hy_v4_vl", "inkling2_loop", "omniasr"}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 
 
@@ -43,7 +41,7 @@ def test_every_multimodal_model_of_transformers_has_a_row_or_a_reason() -> None:
     assert len(types) > 100
     classes = processing.PROCESSOR_MAPPING_NAMES
     unknown = {name for name in types - known if refusal(classes.get(name) or "", name) is None}
-    assert unknown <= WITHOUT_ROW, "they have neither a row nor a reason"
+    assert unknown == set(), "they have neither a row nor a reason"
     assert [name for name in known if name in MODEL_TYPES] == []
     assert [name for row in FAMILIES.values() for name in row.processors if name in PROCESSORS] == []
 

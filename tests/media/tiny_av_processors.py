@@ -79,6 +79,15 @@ def cosmos3_edge() -> Any:
 
 
 @sees
+def hy_v4_vl() -> Any:
+    videos = hf.HYV4VLVideoProcessor(
+        size={"longest_edge": 60 * 32 * 32}, max_image_size={"longest_edge": 12 * 32 * 32}, patch_size=8, merge_size=2
+    )
+    images = hf.HYV4VLImageProcessor(patch_size=8, **_area(2, 9, 16))
+    return hf.HYV4VLProcessor(images, _qwen_tokenizer(), videos)
+
+
+@sees
 def exaone4_5() -> Any:
     videos = hf.Qwen2VLVideoProcessor(**_area(2, 9, 28), cap_pixels_per_frame=False)
     return hf.Exaone4_5_Processor(hf.Qwen2VLImageProcessor(**_area(2, 9, 28)), _qwen_tokenizer(), videos)
@@ -385,3 +394,13 @@ def inkling() -> Any:
     return hf.InklingProcessor(
         hf.InklingFeatureExtractor(feature_size=8), hf.InklingImageProcessor(), tiny.tiny_tokenizer(*marks)
     )
+
+
+@hears
+def omniasr() -> Any:
+    return hf.OmniASRProcessor(hf.OmniASRFeatureExtractor(), tiny.tiny_tokenizer("<extra_id_1>"))
+
+
+@hears
+def apertus1p5() -> Any:
+    return tiny.BUILDERS["apertus1p5"]()

@@ -490,3 +490,20 @@ def hyperclovax_vision_v2() -> Any:
 @builder
 def inkling2() -> Any:
     return hf.Inkling2Processor(hf.Inkling2ImageProcessor(), tiny_tokenizer(image_token="<|content_image|>"))
+
+
+@builder
+def hy_v4_vl() -> Any:
+    images = hf.HYV4VLImageProcessor(**_area(4 * 32 * 32, 40 * 32 * 32))
+    return hf.HYV4VLProcessor(images, _qwen_tokenizer(), hf.HYV4VLVideoProcessor())
+
+
+def apertus_tokenizer() -> Any:
+    marks = ("image_token", "audio_token", "boi_token", "eoi_token", "image_wrapper_token", "eol_token", "boa_token")
+    return tiny_tokenizer(**{mark: f"<|{mark}|>" for mark in (*marks, "eoa_token")})
+
+
+@builder
+def apertus1p5() -> Any:
+    images = hf.Apertus1p5ImageProcessor(size={"min_pixels": 32 * 32, "max_pixels": 96 * 96})
+    return hf.Apertus1p5Processor(images, hf.WavTokenizerFeatureExtractor(normalize_audio=True), apertus_tokenizer())

@@ -285,6 +285,16 @@ AUDIO_ROWS = (
         modules=Modules(tower=("model.encoder",), projector=("model.projector",)),
     ),
     Family(
+        name="omniasr",
+        processors=("OmniASRProcessor",),
+        model_types=("omniasr",),
+        audio=rules.CONVOLVED_FRAMES,
+        call=rules.one_sound_each,
+        batching={"input_values": PAD_CAT, "padding_mask": PAD_CAT},
+        dropped=("num_audio_tokens",),
+        modules=HEARING,
+    ),
+    Family(
         name="inkling",
         processors=("InklingProcessor",),
         model_types=("inkling_mm_model",),
@@ -326,6 +336,18 @@ LATER_ROWS = (
         # as its class fills up smaller pictures of a call, though its encoder then gives them other codes than alone
         batching={"pixel_values": PAD_CAT, "image_sizes": CAT},
         modules=Modules(tower=("model.vqmodel",), language=("model.text_model", "lm_head")),
+    ),
+    Family(
+        name="apertus1p5",
+        processors=("Apertus1p5Processor",),
+        model_types=("apertus1p5",),
+        image=Rule(
+            measure=tiles.codes_in_area, options={"min_pixels": "size.min_pixels", "max_pixels": "size.max_pixels"}
+        ),
+        audio=rules.SAMPLE_CODES,
+        # its model cuts off what fills up a picture or a sound before it encodes it
+        batching={"pixel_values": PAD_CAT, "image_sizes": CAT, "input_values": PAD_CAT, "padding_mask": PAD_CAT},
+        modules=Modules(tower=("model.vision_tokenizer", "model.audio_tokenizer")),
     ),
     Family(
         name="muse_glimmer",
@@ -375,7 +397,7 @@ LATER_ROWS = (
     Family(
         name="inkling2",
         processors=("Inkling2Processor",),
-        model_types=("inkling2",),
+        model_types=("inkling2", "inkling2_loop"),
         image=Rule(measure=tiles.padded_grid),
         batching=IMAGES,
         packing=PackingSupport.PADDED,

@@ -47,6 +47,8 @@ COMPRESSED_FRAMES = Rule(measure=geometry.compressed_frames, options=_RATE, in_c
 PROJECTED_BLOCKS = Rule(measure=geometry.projected_blocks, options=_RATE, fold=5)  # granite_speech
 DMEL_FRAMES = Rule(measure=geometry.dmel_frames, replace=_own_string, options=_RATE, in_company=True)  # inkling
 WAVEFORM_BLOCKS = Rule(measure=geometry.waveform_blocks, options=_RATE)  # muse_spark
+SAMPLE_CODES = Rule(measure=geometry.sample_codes, options=_RATE)  # apertus1p5
+CONVOLVED_FRAMES = Rule(measure=geometry.convolved_frames, options=_RATE)  # omniasr
 LONG_CHUNKS = Rule(measure=geometry.long_chunks, options=_RATE, fold=8)  # dots3_note
 SUBSAMPLED_FRAMES = Rule(measure=geometry.subsampled_frames, options=_RATE)  # nemotron_h_omni
 AVERAGED_FRAMES = Rule(  # minicpmo
@@ -79,6 +81,10 @@ VOLUME_GRID = Rule(measure=videos.volume_grid, options=_SIZE | _FRAME_RATE | _NU
 # glm4v; glm46v chooses its rate itself, by duration
 TIMED_VOLUME_GRID = Rule(measure=videos.volume_grid, options=_SIZE | _FRAME_RATE | _NUMBER, fold=4)
 DYNAMIC_VOLUME_GRID = Rule(measure=videos.volume_grid, options=_SIZE | _NUMBER, fold=4)
+# hy_v4_vl: frames are never scaled up, so its class reads no least area
+ENDED_ROWS_GRID = Rule(
+    measure=videos.ended_rows_grid, options={"video_max_pixels": "size.longest_edge"} | _FRAME_RATE | _MOST, fold=4
+)
 # glm5_next
 CANVAS_GRID = Rule(measure=videos.canvas_grid, options=_FRAME_RATE | _MOST, fold=4)
 # ernie4_5_vl_moe

@@ -337,6 +337,22 @@ def waveform_blocks(settings: Settings, headers: Sequence[AudioHeader]) -> Measu
     return {"input_values_mask": [np.ones(_samples(settings, header), dtype=np.int64) for header in headers]}
 
 
+def sample_codes(settings: Settings, headers: Sequence[AudioHeader]) -> Measured:
+    """The same with a mask of another name (Apertus 1.5): ``padding_mask`` [N] of int64[samples]."""
+    return {"padding_mask": waveform_blocks(settings, headers)["input_values_mask"]}
+
+
+def convolved_frames(settings: Settings, headers: Sequence[AudioHeader]) -> Measured:
+    """What one convolution after the other leaves of the samples (OmniASR): ``num_audio_tokens`` [N]."""
+    counts = []
+    for header in headers:
+        length = _samples(settings, header)
+        for kernel, stride in zip(settings.processor.conv_kernel, settings.processor.conv_stride, strict=True):
+            length = (length - kernel) // stride + 1
+        counts.append(length)
+    return {"num_audio_tokens": _heard(headers, counts)}
+
+
 def long_chunks(settings: Settings, headers: Sequence[AudioHeader]) -> Measured:
     """Chunks of ``chunk_length`` seconds, each of whole tokens of eight frames (dots): ``num_audio_tokens`` [N]."""
     chunk, token = settings["n_samples"], settings["hop_length"] * FRAMES_A_TOKEN

@@ -251,7 +251,7 @@ MAX_SIDE_RATIO = 200  # of Qwen's image processors and their many heirs
 
 def fit_area(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """Multiples of ``factor`` with an area within the two limits and about the same shape (Qwen2-VL's smart resize)."""
-    _check_shape(height, width)
+    check_shape(height, width)
     fitted_height, fitted_width = round(height / factor) * factor, round(width / factor) * factor
     if fitted_height * fitted_width > max_pixels:
         scale = math.sqrt((height * width) / max_pixels)
@@ -271,7 +271,7 @@ def fit_volume(
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
-    _check_shape(height, width)
+    check_shape(height, width)
     fitted_height, fitted_width = round(height / factor) * factor, round(width / factor) * factor
     volume = round(num_frames / temporal) * temporal * fitted_height * fitted_width
     if volume > max_pixels:
@@ -369,7 +369,7 @@ def aim_patches(height: int, width: int, *, target: int, multiple: int, keep_sha
     return max(multiple, rows // multiple * multiple), max(multiple, columns // multiple * multiple)
 
 
-def _check_shape(height: int, width: int) -> None:
+def check_shape(height: int, width: int) -> None:
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_SIDE_RATIO:
         raise ValueError(f"one side is {ratio:.0f} times the other, and the processor takes up to {MAX_SIDE_RATIO}")

@@ -302,6 +302,16 @@ def sizes_in_area(settings: Settings, headers: Sequence[ImageHeader]) -> Measure
     return {"image_sizes": sizes}
 
 
+def codes_in_area(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
+    """The same with the limits where other processors have them (Apertus 1.5): ``image_sizes`` [N]."""
+    sizes = [(item.height, item.width) for item in headers]
+    if settings["do_resize"]:
+        limits, factor = settings["size"], settings["spatial_factor"]
+        least, most = limits["min_pixels"], limits["max_pixels"]
+        sizes = [fit_area(*size, factor=factor, min_pixels=least, max_pixels=most) for size in sizes]
+    return {"image_sizes": sizes}
+
+
 def shown_rows(settings: Settings, headers: Sequence[ImageHeader]) -> Measured:
     """Scaled down into a frame, of which only what is shown is cut into patches (Fuyu): ``rows``, ``columns`` [N]."""
     frame, patch = settings["size"], settings["patch_size"]

@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 from luthier.errors import ModelError, RowError
 from luthier.media.families import Measured, Settings
 from luthier.media.geometry import slices
-from luthier.media.geometry.pictures import aim_patches, fill_patches, fit_area, fit_budget, fit_canvas, fit_volume
+from luthier.media.geometry.pictures import (
+    aim_patches,
+    check_shape,
+    fill_patches,
+    fit_area,
+    fit_budget,
+    fit_canvas,
+    fit_volume,
+)
 from luthier.media.geometry.tiles import any_resolution, shaped_tokens
 from luthier.records import ImageHeader, VideoHeader
 from luthier.writing import counted
@@ -116,6 +124,11 @@ def frame_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
 def volume_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
     """All frames within one volume (GLM-4.1V, GLM-4.6V, Qwen3-VL): ``video_grid_thw`` int64[N, 3]."""
     return _grids(settings, headers, _fit_volume, temporal=settings["temporal_patch_size"])
+
+
+def ended_rows_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
+    """All frames within one number of tokens, those that end rows among them (Hy4): ``video_grid_thw`` int64[N, 3]."""
+    return _grids(settings, headers, _fit_ended_rows, temporal=settings["temporal_patch_size"])
 
 
 def canvas_grid(settings: Settings, headers: Sequence[VideoHeader]) -> Measured:
@@ -302,6 +315,23 @@ def _fit_volume(settings: Settings, frames: int, height: int, width: int) -> tup
     temporal = settings["temporal_patch_size"]
     shortest = size["shortest_edge"]
     return fit_volume(frames, height, width, factor=factor, temporal=temporal, min_pixels=shortest, max_pixels=limit)
+
+
+def _fit_ended_rows(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
+    """Never scaled up; the most rows for which as many columns as their shape asks for are within both limits.
+
+    A frame of R rows and C columns of squares costs R * (C + 1) tokens.
+    """
+    check_shape(height, width)
+    side = settings["patch_size"] * settings["merge_size"]
+    whole, single = settings["size"]["longest_edge"] // side**2, settings["max_image_size"]["longest_edge"] // side**2
+    for rows in range(max(1, height // side), 0, -1):
+        least = max(1, width * rows // height) if rows > 1 else 1
+        widest = max(1, math.ceil(width * (rows + 1) / height) - 1)
+        columns = min(widest, max(1, width // side), whole // (frames * rows) - 1, single // rows)
+        if columns >= least:
+            return rows * side, columns * side
+    return side, side
 
 
 def _fit_canvas(settings: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
