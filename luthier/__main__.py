@@ -191,12 +191,15 @@ class _Guarded(io.TextIOWrapper):
 def _open_standard_streams() -> None:
     """Whoever starts a process without its three streams (a daemon) gets streams to nowhere: else the first files that
     are opened have their numbers, and what libraries print goes into checkpoints."""
+    opened = set[int]()
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(descriptor, True)
+        opened.add(descriptor)
     os.close(descriptor)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
+        if getattr(sys, name) is None:  # what has its number by now is a file of a library: libffi keeps its own open
+            nowhere = number if number in opened else os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(nowhere, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
 def _guarded(stream: TextIO) -> TextIO:

@@ -204,10 +204,20 @@ def test_shells_complete_commands(shell: str, asked: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", "<&- 2>&-"])
-def test_without_standard_streams_no_file_is_opened_in_their_place(config: Path, tmp_path: Path, closed: str) -> None:
-    result = tmp_path / "plan.json"
+@pytest.mark.parametrize("before", ["", "kept = open(__file__); "], ids=["", "a library keeps a file open"])
+def test_without_standard_streams_no_file_is_opened_in_their_place(
+    config: Path, tmp_path: Path, closed: str, before: str
+) -> None:
+    result, program = tmp_path / "plan.json", tmp_path / "program.py"
+    program.write_text(f"{before}from luthier.__main__ import main; main()")
     done = subprocess.run(
-        ["sh", "-c", f'exec "$0" -m luthier plan "$1" --json "$2" {closed}', sys.executable, str(config), str(result)],
+        [
+            "sh",
+            "-c",
+            f'exec "$0" "$1" plan "$2" --json "$3" {closed}',
+            sys.executable,
+            *map(str, (program, config, result)),
+        ],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=False,
         timeout=HANG_SECONDS,
