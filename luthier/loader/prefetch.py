@@ -317,7 +317,10 @@ class _Crew:
         for worker in self._workers:
             worker.kill()
         if self._giver.ident is not None:
-            self._giver.join(timeout=1.0)
+            try:  # noqa: SIM105 - the names of this module are gone where Python is ending
+                self._giver.join(timeout=1.0)
+            except RuntimeError:  # as of Python 3.14 nothing is joined then
+                pass
         for worker in self._workers:
             worker.connection.close()
         self._selector.close()
