@@ -46,7 +46,7 @@ from luthier.sources.formats.turns import as_row
 from luthier.training.assemble import RunModel
 from luthier.training.folder import artifacts
 from luthier.training.folder.artifacts import answering_digest, refuse_another_base, saved_stops
-from luthier.training.folder.checkpoint import read_json, said_in
+from luthier.training.folder.checkpoint import TRAINER_STATE, checkpoints, read_json, said_in
 from luthier.training.folder.run_folder import BASE_FOLDER, MODEL_FOLDER, refuse_unfollowed
 from luthier.training.report import RESULT_FILE
 from luthier.writing import write_all
@@ -177,6 +177,14 @@ def _left_behind(folder: Path, overrides: Sequence[str], *, rewards: bool) -> Tr
     if not described.is_file() or not trained.is_dir():
         lacking = RUN_CONFIG if not described.is_file() else f"{MODEL_FOLDER}/"
         hint = "name the output.dir of a run that luthier train has finished"
+        for saved in [*checkpoints(folder), *([folder] if (folder / TRAINER_STATE).is_file() else [])][-1:]:
+            is_adapter = (saved / ADAPTER_FILE).is_file()
+            what = (
+                f"its base as model, adapter: {{type: lora, name_or_path: {saved}}}"
+                if is_adapter
+                else f"model: {saved}"
+            )
+            hint += f"; to use the checkpoint as it is, describe it: {what}, and train: {{enabled: false}}"
         raise UserError(f"{folder} holds no finished run: there is no {lacking} in it", hint=hint)
     said = load_config(said_in(described), check_paths=False)
     asked = load_config(said_in(described), overrides, check_paths=False) if overrides else said

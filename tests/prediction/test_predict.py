@@ -27,6 +27,7 @@ from luthier.prediction import model_scores, predicting
 from luthier.presets import model_folder, tokenizer_folder
 from luthier.records import Address, Segment
 from luthier.training.folder import artifacts
+from luthier.training.folder.checkpoint import checkpoints
 from luthier.training.report import GenerationRound, RunResult
 from tests.conftest import SHARE, refused, served_json
 
@@ -741,6 +742,19 @@ def test_a_description_that_trains_is_the_run_that_it_has_left(lora: RunResult, 
     path.write_text(path.read_text().replace(str(lora.output_dir), str(tmp_path / "nothing")))
     with pytest.raises(UserError, match="holds no finished run"):
         luthier.predict(path)
+
+
+def test_a_checkpoint_says_how_it_is_used_and_answers_so(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", {"type": "lora"}, output={"dir": str(tmp_path / "run"), "save_steps": 8})
+    checkpoint = checkpoints(run.path)[-1]
+    with pytest.raises(UserError, match="no finished run") as caught:
+        luthier.predict(checkpoint)
+    assert caught.value.hint and f"adapter: {{type: lora, name_or_path: {checkpoint}}}" in caught.value.hint
+    described = json.loads((run.path / "run_config.json").read_text(encoding="utf-8"))
+    described |= {"adapter": {"type": "lora", "name_or_path": str(checkpoint)}, "train": {"enabled": False}}
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({**described, "output": {"dir": str(tmp_path / "out")}}), encoding="utf-8")
+    assert told(luthier.predict(path)) == answered_in_training(run)
 
 
 def test_a_file_of_llamafactory_that_only_answers_answers_as_the_run_whose_adapter_it_names(
