@@ -6,6 +6,7 @@ The oracle is transformers' own processor on the rendered text, through the chec
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,21 @@ def test_a_row_is_what_the_processor_makes_of_it(
     assert verdict.applied >= {Check.MEDIA_PLACES, Check.MEDIA_TOKENS, Check.PROCESSOR_TOKENS}
     found = {violation.check for violation in verdict.violations}
     assert found == ({Check.PROCESSOR_TOKENS} if (kind, name) in WRITES_MORE else set()), verdict.violations
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 1), (-1, 1)], ids=["behind", "before"])
+def test_an_item_whose_place_reaches_into_the_text_is_found(
+    start: int, length: int, media_folder: Path, tmp_path: Path
+) -> None:
+    BUILDERS["llava"]().save_pretrained(tmp_path)  # which has no marks around its slots
+    encoder = encoder_of(tmp_path, media_folder, chat_template=TEMPLATE)
+    (item,) = media_of("image", media_folder)[:1]
+    row = chat(message("user", "Look: ", item, " what?"), message("assistant", "Nothing much."))
+    sample = encoder.encode(row)
+    (own,) = sample.media
+    wide = replace(own, start=own.start + start, length=own.length + length)
+    verdict = RowVerifier(encoder).verify(row, replace(sample, media=(wide,)))
+    assert {violation.check for violation in verdict.violations} == {Check.MEDIA_PLACES}
 
 
 def test_what_is_left_out_is_there_to_be_left_out() -> None:

@@ -359,6 +359,25 @@ def test_a_family_that_counts_wrongly_is_found_by_the_processor_alone(
     assert not broken(verify(row, sample, encoder, num_decoded=0))
 
 
+@pytest.mark.parametrize("name", ["pixel_values", "image_grid_thw"])
+def test_features_that_training_makes_otherwise_are_found_by_the_processor(
+    named: Named, vl_encoder: Encoder, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    right = MediaProcessor.features
+
+    def wrong(self: MediaProcessor, items: Any) -> dict[str, Any]:
+        found = right(self, items)
+        return {**found, name: found[name][..., ::-1]}
+
+    row = chat(question(named("square.png"), "Who?", named("wide.png")), message("assistant", "Ann."))
+    sample = vl_encoder.encode(row)
+    assert not broken(verify(row, sample, vl_encoder))
+    monkeypatch.setattr(MediaProcessor, "features", wrong)
+    (found,) = verify(row, sample, vl_encoder).violations
+    assert found.check is Check.PROCESSOR_TOKENS
+    assert f"other {name} " in found.what
+
+
 def test_pixels_that_cannot_be_decoded_are_told(vl_encoder: Encoder, media_folder: Path) -> None:
     content = bytearray((media_folder / "wide.png").read_bytes())
     half = len(content) // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -18,9 +19,11 @@ from luthier.check.verify import MEANING, METHOD_MEANING, Check, Method
 from luthier.check.verify.run import Side, VerifyOptions, VerifyProgress, verify
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.errors import UserError
+from luthier.encoding.pieces import Assembler
+from luthier.errors import RowError, UserError
 from luthier.preparation.prepare import prepare
 from luthier.records import Row, Sample
+from luthier.rendering.blueprint import Filled
 from luthier.store import SampleStore
 from luthier.training.data import open_run_data
 
@@ -128,6 +131,21 @@ def test_an_encoder_that_changes_its_mind_is_found(config: RunConfig) -> None:
     report = verify(config, encoder=Restless(config))
     assert report.violations(Check.DETERMINISTIC) == NUM_ROWS
     assert "target differ from token" in report.failed_rows[0].violations[-1].what
+
+
+def test_rows_that_are_wrong_only_beside_others_are_found(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training encodes many rows at once, so that is what is judged."""
+    right = Assembler.assemble
+
+    def exchanged(self: Assembler, rows: Sequence[Filled]) -> list[Sample | RowError]:
+        made = right(self, rows)
+        return made[1:] + made[:1]
+
+    monkeypatch.setattr(Assembler, "assemble", exchanged)
+    report = verify(config)
+    assert report.num_failed_rows == NUM_ROWS
+    assert report.violations(Check.PROMPT_TOKENS) >= NUM_ROWS
+    assert report.violations(Check.DETERMINISTIC) == NUM_ROWS
 
 
 def test_it_stops_after_so_many_failures(config: RunConfig) -> None:

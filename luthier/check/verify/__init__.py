@@ -59,10 +59,10 @@ MEANING: Mapping[Check, str] = {
     Check.VERDICT: "the margin or label of a row stays with its answers",
     Check.MEDIA_PLACES: "every media slot belongs to one item, in the order of the messages",
     Check.MEDIA_TOKENS: "each item has the tokens that the model's processor writes for its size",
-    Check.DETERMINISTIC: "encoding a row again gives the same",
+    Check.DETERMINISTIC: "encoding a row again, by itself, gives the same",
     Check.WHOLE_TEXT: "the ids are those of the whole conversation, rendered and tokenized as one text",
     Check.HUGGING_FACE: "prompts and ids are those of transformers' own apply_chat_template",
-    Check.PROCESSOR_TOKENS: "the processor, given text and decoded media, writes the same ids (some rows)",
+    Check.PROCESSOR_TOKENS: "the processor, given text and decoded media, gives the same ids and pixels (some rows)",
     Check.SERVED_TOKENS: "the server makes the same tokens from the same messages",
 }
 

@@ -24,8 +24,13 @@ from luthier.check.verify.reference_tokenizer import Ids, ReferenceTokenizer, fi
 from luthier.check.verify.weights import answer_weights
 from luthier.errors import RowError
 from luthier.media import decode_for
+from luthier.media.families import Outputs
+from luthier.media.files.decoding import Decoded
+from luthier.media.processors.calling import as_array
 from luthier.records import Audio, Document, Image, Media, MediaHeader, MediaItem, Text, Video, VideoHeader
 from luthier.writing import counted
+
+CLOSE = 1e-5  # between two ways to the same pixels and sounds, whose numbers lie about -3 to 3
 
 
 def media_faults(media: RowMedia | None, runs: Runs) -> Iterator[Violation]:
@@ -48,7 +53,8 @@ def media_faults(media: RowMedia | None, runs: Runs) -> Iterator[Violation]:
 
 
 def processor_faults(expected: ExpectedRow, runs: Runs, text: str) -> Iterator[Violation]:
-    """Whether the processor, run on the row's rendered ``text`` and its decoded media, writes the expected ids."""
+    """Whether the processor, run on the row's rendered ``text`` and its decoded media, writes the expected ids, and
+    gives the model what training makes of these media."""
     media = expected.media
     assert media is not None, "asked only of rows with media"
     reader = media.reader
@@ -72,6 +78,28 @@ def processor_faults(expected: ExpectedRow, runs: Runs, text: str) -> Iterator[V
             f"{len(wanted)}; {place} differs"
         )
         yield runs.fault(Check.PROCESSOR_TOKENS, what, run=run, index=place, expected=ids)
+        return
+    yield from _feature_faults(output, [decoded[number] for number in media.order], reader, runs)
+
+
+def _feature_faults(
+    output: Outputs, decoded: Sequence[tuple[MediaHeader, Decoded]], reader: MediaReader, runs: Runs
+) -> Iterator[Violation]:
+    """Whether training makes of a row's media what the processor gives beside the ids of its text."""
+    ids = np.asarray(output["input_ids"][0], dtype=np.int64)
+    try:
+        ours = reader.processor.features(decoded)
+    except RowError as error:
+        what = f"training cannot use this row's media: {error.reason}: {error.detail}"
+        yield runs.fault(Check.PROCESSOR_TOKENS, what)
+        return
+    along = {name: values[None] for name, values in reader.processor.token_inputs(ids, ours).items()}
+    for name in sorted((ours.keys() | along.keys()) & output.keys()):  # others are made by training alone
+        values, theirs = along.get(name, ours.get(name)), as_array(output[name])
+        assert values is not None, "one of the two has it"
+        if values.shape != theirs.shape or not np.allclose(values, theirs, rtol=0, atol=CLOSE):
+            what = f"training gives the model other {name} for this row's media than the processor does with its text"
+            yield runs.fault(Check.PROCESSOR_TOKENS, what)
 
 
 def slot_ids(media: RowMedia, tokenizer: ReferenceTokenizer) -> list[int]:
@@ -123,6 +151,9 @@ def _token_faults(media: RowMedia, run: int, runs: Runs) -> Iterator[Violation]:
         found = ids[np.isin(ids, control)].tolist()
         if found != wanted:
             yield runs.fault(Check.MEDIA_TOKENS, _miscount(item, found, wanted, tokenizer), run=run, index=item.start)
+        elif [ids[0], ids[-1]] != [wanted[0], wanted[-1]]:
+            what = f"the place of {_words(item)} holds more than what its processor writes between control tokens"
+            yield runs.fault(Check.MEDIA_PLACES, what, run=run, index=item.start)
 
 
 def _miscount(item: MediaItem, found: list[int], wanted: list[int], tokenizer: ReferenceTokenizer) -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
+from itertools import islice
 
 from luthier.check.selection import (
     SampleMaker,
@@ -48,6 +49,7 @@ from luthier.templating import TemplateSettings
 from luthier.writing import counted
 
 ROWS_PER_REPORT = 50  # between two reports of progress
+ROWS_TOGETHER = 16  # encoded at once, as training encodes many
 
 
 class Side(StrEnum):
@@ -126,16 +128,16 @@ def verify(
         num_shown=options.num_shown,
     )
     stopped_early = False
-    for number, row in enumerate(read_rows(sources)):
-        sample = None if stored is None else stored.at(row.address)
-        if number not in choice:
-            continue
-        account.add(row, sample, wants_stored=stored is not None)
-        if on_progress is not None and account.ledger.read % ROWS_PER_REPORT == 0:
-            on_progress(account.progress)
-        if options.max_failures is not None and account.num_failed >= options.max_failures:
-            stopped_early = True
-            break
+    held = ((row, None if stored is None else stored.at(row.address)) for row in read_rows(sources))
+    chosen = (item for number, item in enumerate(held) if number in choice)
+    while not stopped_early and (together := list(islice(chosen, ROWS_TOGETHER))):
+        for (row, sample), made in zip(together, account.encoded([row for row, _ in together]), strict=True):
+            account.add(row, made, sample, wants_stored=stored is not None)
+            if on_progress is not None and account.ledger.read % ROWS_PER_REPORT == 0:
+                on_progress(account.progress)
+            stopped_early = options.max_failures is not None and account.num_failed >= options.max_failures
+            if stopped_early:
+                break
     return account.report(
         split=options.split.value,
         num_rows=choice.num_rows,
@@ -188,18 +190,31 @@ class _Account:
             read=self.ledger.read, verified=self.ledger.prepared, failed=self.num_failed, lost=self.ledger.lost
         )
 
-    def add(self, source_row: SourceRow, stored: Sample | None, *, wants_stored: bool) -> None:
+    def encoded(self, rows: Sequence[SourceRow]) -> Iterator[_Made]:
+        """The rows as training encodes them, side by side."""
+        read = list(map(_converted, rows))
+        if isinstance(self.encoder, Encoder):
+            yield from zip(read, self.encoder.encode_many(read), strict=True)
+        else:
+            yield from ((row, row if isinstance(row, RowError) else self._alone(row)) for row in read)
+
+    def _alone(self, row: Row) -> Sample | RowError:
+        try:
+            return self.encoder.encode(row)
+        except RowError as error:
+            return error
+
+    def add(self, source_row: SourceRow, made: _Made, stored: Sample | None, *, wants_stored: bool) -> None:
         """Verify one row; one that training would refuse goes into the ledger.
 
         Raises `UserError` for a row that training would not begin with.
         """
-        try:
-            row = source_row.convert()
-            encoded = self.encoder.encode(row)
-            again = self.encoder.encode(row)
-        except RowForbidden as error:
-            raise error.at(error.address or source_row.address).stop() from error
-        except RowError as error:
+        row, encoded = made
+        if isinstance(encoded, RowForbidden):
+            raise encoded.at(encoded.address or source_row.address).stop() from encoded
+        if isinstance(row, RowError) or isinstance(encoded, RowError):
+            error = row if isinstance(row, RowError) else encoded
+            assert isinstance(error, RowError), "one of the two is"
             lost = error.at(error.address or source_row.address)
             self.ledger.lose(lost)
             self.training.lose(lost)
@@ -221,7 +236,9 @@ class _Account:
         except RowError as error:
             what = f"training has a sample of this row, and the plain template refuses it: {error}"
             verdict = _verdict(Check.PROMPT_TOKENS, what, source_row)
-        difference = same_sample(encoded, again) or (None if stored is None else same_sample(stored, encoded))
+        again = self._alone(row)
+        difference = f"it is refused: {again}" if isinstance(again, RowError) else same_sample(encoded, again)
+        difference = difference or (None if stored is None else same_sample(stored, encoded))
         self._count(_with_repetition(verdict, difference, source_row), encoded if stored is None else stored)
 
     def report(
@@ -310,6 +327,17 @@ class _Account:
         return tuple(show_sample(sample, tokenizer, control=tokenizer.control_ids))
 
 
+_Made = tuple[Row | RowError, Sample | RowError]
+"""A row and its sample, or why there is none."""
+
+
+def _converted(row: SourceRow) -> Row | RowError:
+    try:
+        return row.convert()
+    except RowError as error:
+        return error
+
+
 def _verdict(check: Check, what: str, row: SourceRow) -> RowVerdict:
     violation = Violation(check=check, address=str(row.address), what=what)
     return RowVerdict(method=Method.STRUCTURE_ONLY, applied=frozenset([check]), violations=(violation,))
@@ -318,7 +346,7 @@ def _verdict(check: Check, what: str, row: SourceRow) -> RowVerdict:
 def _with_repetition(verdict: RowVerdict, difference: str | None, row: SourceRow) -> RowVerdict:
     violations = verdict.violations
     if difference is not None:
-        what = f"encoding the row again gives something else: {difference}"
+        what = f"encoding the row again, by itself, gives something else: {difference}"
         violations += (Violation(check=Check.DETERMINISTIC, address=str(row.address), what=what),)
     return replace(verdict, applied=verdict.applied | {Check.DETERMINISTIC}, violations=violations)
 

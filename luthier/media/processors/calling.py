@@ -306,20 +306,21 @@ def as_arrays(family: Family, output: Outputs) -> dict[str, NDArray[np.generic]]
                 f"the processor of {family.name} returns {key!r}, and the family's row does not say how it is batched",
                 hint=f"it knows {', '.join(family.batching)}; this version of transformers may be newer than the row",
             )
-        arrays[key] = _as_array(value)
+        arrays[key] = as_array(value)
     for key, derive in family.derived.items():
         if key not in arrays and (made := derive(arrays)) is not None:
             arrays[key] = made
     return arrays
 
 
-def _as_array(value: object) -> NDArray[np.generic]:
+def as_array(value: object) -> NDArray[np.generic]:
+    """One output of a processor, which may be a tensor, a number or a list of such."""
     import torch
 
     if type(value) is float:
         return np.asarray(value, dtype=np.float32)  # as torch takes Python's numbers
     if isinstance(value, (list, tuple)):
-        return np.asarray([_as_array(item) for item in value])
+        return np.asarray([as_array(item) for item in value])
     if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
         return value.float().numpy()  # numpy has no bfloat16; every value of it is a float32
     return np.asarray(value)
