@@ -24,7 +24,11 @@ TRUSTED = "model.trust_remote_code=true"
 
 RunToExport = Annotated[
     str | None,
-    typer.Argument(metavar="RUN", help="The output.dir of a trained run, or a run description.", show_default=False),
+    typer.Argument(
+        metavar="RUN",
+        help="The output.dir of a trained run, a checkpoint in it, or a run description.",
+        show_default=False,
+    ),
 ]
 To = Annotated[str | None, typer.Option(metavar="DIR", help="The folder to write; export.dir without it.")]
 MaxShard = Annotated[str | None, typer.Option(metavar="SIZE", help="Largest size of a weights file: 5GB, 500MB.")]
@@ -181,7 +185,7 @@ def _check_arguments(run: str | None, overrides: list[str] | None, check: str | 
         raise UserError("no run is named", hint=hint)
     for path in (run, check):
         if path is not None and not Path(path).expanduser().exists():
-            hint = "name the output.dir of a run that luthier train has finished, or a run description"
+            hint = "name the output.dir of a run, a checkpoint in it, or a run description"
             raise UserError(f"there is no {path}", hint=hint)
     return trusted
 

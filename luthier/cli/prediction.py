@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 RunFolder = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="The output.dir of a trained run, or a run description.", show_default=False),
+    typer.Argument(
+        metavar="RUN",
+        help="The output.dir of a trained run, a checkpoint in it, or a run description.",
+        show_default=False,
+    ),
 ]
 Data = Annotated[str | None, typer.Option(metavar="FILE", help="Rows to answer. Without it, the run's held-out rows.")]
 Out = Annotated[str | None, typer.Option(metavar="DIR", help="Where answers go; RUN/predictions/NAME without it.")]
@@ -222,7 +226,7 @@ _WORDS = {"best": "best of samples"}
 WhatAnswers = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="The output.dir of a trained run, a model, or a run description.", show_default=False
+        metavar="RUN", help="A run's output.dir, a checkpoint in it, a model, or a run description.", show_default=False
     ),
 ]
 Host = Annotated[

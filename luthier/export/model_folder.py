@@ -390,7 +390,7 @@ def _parity(run: TrainedRun, engine: LocalEngine, dtype: str, measured: taken_do
     return Parity(
         version=PARITY_VERSION,
         luthier=__version__,
-        source=run.config.model.name_or_path if run.digest == "" else run.folder.resolve().name,
+        source=run.config.model.name_or_path if run.digest == "" else run.name,
         dtype=dtype,
         bound=bound_of(kinds, rounds_inputs=rounds_inputs(engine.model)),
         template_kwargs=dict(run.config.template.kwargs),

@@ -32,7 +32,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.encoding.replies import ReplyReader
 from luthier.engines import Finish, NewTokens, Refusal, Request, Session
 from luthier.engines.local import LocalEngine
-from luthier.errors import ModelError, RowError, TemplateError, UserError, install_hint
+from luthier.errors import CheckpointError, ModelError, RowError, TemplateError, UserError, install_hint
 from luthier.loader.settings import media_of
 from luthier.models import ungenerated
 from luthier.models.adapter_files import load_to_answer, merge_first
@@ -46,7 +46,7 @@ from luthier.sources.formats.turns import as_row
 from luthier.training.assemble import RunModel
 from luthier.training.folder import artifacts
 from luthier.training.folder.artifacts import answering_digest, refuse_another_base, saved_stops
-from luthier.training.folder.checkpoint import TRAINER_STATE, checkpoints, read_json, said_in
+from luthier.training.folder.checkpoint import MANIFEST, checkpoints, damage, named_base_files, said_in
 from luthier.training.folder.run_folder import BASE_FOLDER, MODEL_FOLDER, refuse_unfollowed
 from luthier.training.report import RESULT_FILE
 from luthier.writing import write_all
@@ -59,9 +59,10 @@ ANSWERING: Any = {"model": True, "adapter": True, "template": True, "media": Tru
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainedRun:
-    """A finished run, or a model that is described and not trained.
+    """A finished run, a checkpoint of a run, or a model that is described and not trained.
 
-    folder   where its predictions go
+    folder   where its predictions go: the run's, also of a checkpoint, in which nothing is written
+    checkpoint  the name of its folder in that; "": it is none
     config   its description, with the model and tokenizer that it left behind in the place of those it began with
     adapter  the folder of the adapter that it answers with, beside those that are merged first
     encoder  of its rows and prompts
@@ -77,11 +78,16 @@ class TrainedRun:
     stops: frozenset[int]
     digest: str
     base: Mapping[str, str] = field(default_factory=dict)
+    checkpoint: str = ""
 
     @property
     def gives_rewards(self) -> bool:
         """Whether it is a reward model, which gives numbers and no answers."""
         return is_reward_model(self.config)
+
+    @property
+    def name(self) -> str:
+        return "-".join(filter(None, (self.folder.resolve().name, self.checkpoint)))
 
     @property
     def settings(self) -> GenerateConfig:
@@ -124,12 +130,11 @@ class TrainedRun:
 
 
 def open_run(path: Path, overrides: Sequence[str] = (), *, rewards: bool = False) -> TrainedRun:
-    """The run in a folder (``output.dir`` of ``luthier train``), or of a description: the run that it has left, or the
-    model as it is where the description trains nothing. A name that is neither is that of a model: its folder,
-    ``preset:NAME`` or a Hub id. ``overrides`` are of the description: ``generate.max_new_tokens=64``.
-    Reward models are opened where ``rewards``.
+    """The run in a folder (``output.dir`` of ``luthier train``), a checkpoint in it, or the run that a description has
+    left; the model as it is where that trains nothing. A name that is none of these is that of a model: its folder,
+    ``preset:NAME`` or a Hub id. ``overrides`` are of the description. Reward models are opened where ``rewards``.
 
-    Raises `UserError` where no finished run is there, or one of a reward model, and `ConfigError`.
+    Raises `UserError` where no finished run is there, or one of a reward model, `CheckpointError` and `ConfigError`.
     """
     if is_description(path):
         config = load_config(path, overrides)
@@ -167,46 +172,42 @@ def _refuse_missing(path: Path) -> None:
         folders = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir())
         close = get_close_matches(path.name, folders, n=1) or folders[:1]
         ask = f"did you mean {path.parent / close[0]}? " if close else ""
-        what = f"there is no folder {path}, so neither a run nor a model"
         hub = f"a model {path} on the Hub was not looked for, because a folder {path.parent} is here"
-        raise UserError(what, hint=f"{ask}{hub}")
+        raise UserError(f"there is no folder {path}, so neither a run nor a model", hint=f"{ask}{hub}")
 
 
 def _left_behind(folder: Path, overrides: Sequence[str], *, rewards: bool) -> TrainedRun:
-    trained, described = folder / MODEL_FOLDER, folder / RUN_CONFIG
+    described, is_checkpoint = folder / RUN_CONFIG, (folder / MANIFEST).is_file()
+    trained, home = (folder, folder.resolve().parent) if is_checkpoint else (folder / MODEL_FOLDER, folder)
+    if is_checkpoint and (fault := damage(folder, digests=False)) is not None:
+        raise CheckpointError(f"{folder} cannot be used: {fault}", hint="name another checkpoint, or the run's folder")
     if not described.is_file() or not trained.is_dir():
         lacking = RUN_CONFIG if not described.is_file() else f"{MODEL_FOLDER}/"
-        hint = "name the output.dir of a run that luthier train has finished"
-        for saved in [*checkpoints(folder), *([folder] if (folder / TRAINER_STATE).is_file() else [])][-1:]:
-            is_adapter = (saved / ADAPTER_FILE).is_file()
-            what = (
-                f"its base as model, adapter: {{type: lora, name_or_path: {saved}}}"
-                if is_adapter
-                else f"model: {saved}"
-            )
-            hint += f"; to use the checkpoint as it is, describe it: {what}, and train: {{enabled: false}}"
+        hint = "name the output.dir of a run that luthier train has finished, or a checkpoint-N in it"
+        hint += "".join(f": {saved}" for saved in checkpoints(folder)[-1:])
         raise UserError(f"{folder} holds no finished run: there is no {lacking} in it", hint=hint)
     said = load_config(said_in(described), check_paths=False)
     asked = load_config(said_in(described), overrides, check_paths=False) if overrides else said
     if is_reward_model(asked) and not rewards:
         raise UserError(f"{folder} holds {NO_ANSWERS}", hint=WITH_REWARDS)
     changed = _changed(asked, said)
-    config = _as_left_behind(asked, folder)
+    config = _as_left_behind(asked, trained, home / BASE_FOLDER)
     refuse_unfollowed(said, asked, config)
     encoder = Encoder.from_config(config)
-    result = folder / RESULT_FILE
-    known: Any = read_json(result).get("base_files", {}) if result.is_file() else {}
+    result = folder / (MANIFEST if is_checkpoint else RESULT_FILE)
+    known = named_base_files(folder)
     refuse_another_base(known, config.model, encoder.tokenizer.files.folder)
     adapter = str(trained) if (trained / ADAPTER_FILE).is_file() else None
     told = (result if result.is_file() else described).read_text(encoding="utf-8") + changed
     return TrainedRun(
-        folder=folder,
+        folder=home,
         config=config,
         adapter=adapter,
         encoder=encoder,
         stops=frozenset({*encoder.tokenizer.stop_token_ids, *saved_stops(trained)}),
         digest=answering_digest(told, config, adapter, encoder.tokenizer.files.folder),
         base=known,
+        checkpoint=folder.resolve().name if is_checkpoint else "",
     )
 
 
@@ -217,12 +218,11 @@ def _changed(config: RunConfig, plain: RunConfig) -> str:
     return "" if here == there else json.dumps(here)
 
 
-def _as_left_behind(config: RunConfig, folder: Path) -> RunConfig:
+def _as_left_behind(config: RunConfig, trained: Path, base: Path) -> RunConfig:
     """The description with what the run saved: the whole model, or the base of its adapter if that was saved, too.
 
     Raises `ModelError` where such a base is missing.
     """
-    trained, base = folder / MODEL_FOLDER, folder / BASE_FOLDER
     is_adapter = (trained / ADAPTER_FILE).is_file()
     source = base if is_adapter and artifacts.keeps_base(config) else None if is_adapter else trained
     if source == base and not base.is_dir():

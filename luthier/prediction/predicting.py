@@ -52,12 +52,10 @@ from luthier.records import Address, Conversation, Feedback, Preference, Row, Sa
 from luthier.sources.origins import resolve_sources
 from luthier.sources.source import open_sources
 from luthier.store.format import MANIFEST, store_folder
-from luthier.training.data import are_among, digest_of_rows
+from luthier.training.data import are_among, known_held_out
 from luthier.training.folder import FILES
-from luthier.training.folder.checkpoint import read_json
 from luthier.training.folder.run_folder import MODEL_FOLDER, PREDICTIONS_FOLDER
 from luthier.training.generate import Question, question_at_end, questions_of, read_back, shown, wanted
-from luthier.training.report import RESULT_FILE
 from luthier.writing import JsonObject, only_process, to_json, write_text
 
 WINDOW = 64  # questions that are sorted by their length before they are divided into batches
@@ -177,7 +175,7 @@ def predict(
     _check_options(options, is_drawn=settings.do_sample)
     rows = _rows(opened, None if data is None else str(data), options.turns)
     name = "eval" if data is None else Path(str(data).replace(":", "_")).stem
-    folder = opened.folder / PREDICTIONS_FOLDER / name if options.out is None else Path(options.out).expanduser()
+    folder = Path(options.out or opened.folder / PREDICTIONS_FOLDER / opened.checkpoint / name).expanduser()
     told: JsonObject = {
         "luthier": __version__,
         "run": opened.digest,
@@ -326,20 +324,22 @@ def _held_out(run: TrainedRun, lost: Counter[str]) -> Iterator[tuple[Segment, bo
 
 def _refuse_others(run: TrainedRun, asked: SegmentIndex) -> None:
     """Raise `UserError` where the run has held out other rows than these, so that it may have learned these."""
-    result, has_run = run.folder / RESULT_FILE, (run.folder / MODEL_FOLDER).is_dir()
-    if not (result.is_file() and has_run) or not (known := read_json(result).get("held_out")):
+    left = run.folder / run.checkpoint
+    is_known = known_held_out(left) if run.checkpoint or (left / MODEL_FOLDER).is_dir() else None
+    if is_known is None:
         return
-    own, config = open_run(run.folder), run.config
+    own, config = open_run(left), run.config
     free = {"generate": config.generate, "judge": config.judge, "eval": config.eval}
     held_out = asked if own.config.model_copy(update=free) == config else _rows_of_run(own).held_out
-    if held_out is None or digest_of_rows(held_out) != known or not are_among(asked, held_out):
+    if held_out is None or not is_known(held_out) or not are_among(asked, held_out):
         what = f"data.eval_split holds out other rows now than the run in {run.folder}, which may have learned them"
         hint = "restore the data, or name a file of rows (--data FILE)"
         raise UserError(f"{what}: the data, what prepares it, or overrides differ", hint=hint)
 
 
 def _rows_of_run(run: TrainedRun) -> Loaded:
-    output = run.config.output.model_copy(update={"dir": run.folder / PREDICTIONS_FOLDER})  # lost rows are named there
+    place = run.folder / PREDICTIONS_FOLDER / run.checkpoint  # lost rows are named there
+    output = run.config.output.model_copy(update={"dir": place})
     return load_rows(run.config.model_copy(update={"output": output}))
 
 

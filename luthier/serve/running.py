@@ -318,8 +318,8 @@ def _warm(prompts: Histories) -> None:
 def _name_of(opened: TrainedRun, run: str | Path) -> str:
     """``output/quickstart`` -> ``quickstart``; of a model its folder's name or its id on the Hub."""
     source = Path(opened.config.model.name_or_path)
-    if (opened.folder / RUN_CONFIG).is_file():
-        return opened.folder.resolve().name
+    if opened.checkpoint or (opened.folder / RUN_CONFIG).is_file():
+        return opened.name
     return source.resolve().name if source.is_dir() else str(source)
 
 

@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from luthier.preparation.segments import SegmentIndex
 from luthier.store import SampleStore
 from luthier.store.format import store_folder
 from luthier.training.folder.checkpoint import HELD_OUT_ROWS, read_json
-from luthier.training.report import DataSummary
+from luthier.training.report import RESULT_FILE, DataSummary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -182,8 +183,26 @@ def told_of_held_out(data: RunData) -> dict[str, str]:
     """By what a run that goes on knows its held-out rows again; {} where there are none, or they are in memory."""
     if not isinstance(data.eval, SegmentIndex):
         return {}
-    rows = data.eval.prepared
-    return {"rows": hashlib.sha256(rows.store.keys_of(rows.sample_ids).tobytes()).hexdigest()}
+    return {"rows": digest_of_keys(data.eval)}
+
+
+def digest_of_keys(held_out: SegmentIndex) -> str:
+    """Of the rows of some segments as the store knows them, in their order."""
+    rows = held_out.prepared
+    return hashlib.sha256(rows.store.keys_of(rows.sample_ids).tobytes()).hexdigest()
+
+
+def known_held_out(left: Path) -> Callable[[SegmentIndex], bool] | None:
+    """Whether rows are those that were held out, as what a run has left, or a checkpoint, knows them; None where it
+    knows of none."""
+    for name, key, digest in ((HELD_OUT_ROWS, "rows", digest_of_keys), (RESULT_FILE, "held_out", digest_of_rows)):
+        if (left / name).is_file() and (known := read_json(left / name).get(key)):
+            return partial(_has_digest, digest, known)
+    return None
+
+
+def _has_digest(digest: Callable[[SegmentIndex], str], known: object, held_out: SegmentIndex) -> bool:
+    return digest(held_out) == known
 
 
 def tell_of_others(checkpoint: Path, data: RunData, tell: Callable[[str], object]) -> None:

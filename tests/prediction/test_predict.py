@@ -22,12 +22,13 @@ from luthier.cli.prediction import metric_table
 from luthier.config.loading import load_config
 from luthier.engines import Completion, Engine, Finish, Request
 from luthier.errors import CheckpointError, ModelError, UserError
+from luthier.export.model_folder import ExportOptions, export_run
 from luthier.metrics import RowLoss
 from luthier.prediction import model_scores, predicting
 from luthier.presets import model_folder, tokenizer_folder
 from luthier.records import Address, Segment
 from luthier.training.folder import artifacts
-from luthier.training.folder.checkpoint import checkpoints
+from luthier.training.folder.checkpoint import checkpoints, damage
 from luthier.training.report import GenerationRound, RunResult
 from tests.conftest import SHARE, refused, served_json
 
@@ -723,6 +724,36 @@ def test_a_description_that_trains_nothing_answers_with_its_adapters(
     assert "luthier predict" in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_checkpoint_answers_as_the_model_of_its_step_and_nothing_is_written_in_it(kind: str, tmp_path: Path) -> None:
+    """The last one answers as the run; an earlier one as a run that ended there, whose rows are the same."""
+    saves = {"dir": str(tmp_path / "run"), "save_strategy": "steps", "save_steps": 4, "save_total_limit": 3}
+    run = trained(tmp_path / "run", {"type": kind}, output=saves).path
+    last, earlier = run / "checkpoint-8", run / "checkpoint-4"
+    found = luthier.predict(last)
+    assert told(found) == told(luthier.predict(run)) and found.folder == run / "predictions" / "checkpoint-8" / "eval"
+    before = told(luthier.predict(earlier))
+    assert before != told(found)
+    assert damage(last) is None and damage(earlier) is None
+    rows, made = ["data.eval_split=20"], luthier.PredictOptions(out=tmp_path / "others")
+    with pytest.raises(UserError, match="other rows now"):
+        luthier.predict(earlier, made, overrides=rows)
+    shutil.rmtree(run / "model")  # of a run that was killed, nothing else is there
+    for name in ("result.json", "report.json", "report.html"):
+        (run / name).unlink()
+    assert told(luthier.predict(earlier, luthier.PredictOptions(out=tmp_path / "killed"))) == before
+    opened = trained_run.open_run(earlier)
+    assert (opened.name, opened.folder) == ("run-checkpoint-4", run)
+    done = export_run(earlier, ExportOptions(to=str(tmp_path / "exported")))
+    assert done.ok, done.proof
+    with pytest.raises(UserError, match="holds the run itself"):
+        export_run(earlier, ExportOptions(to=str(last), overwrite=True))
+    (earlier / "generation_config.json").unlink(missing_ok=True)
+    (earlier / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"checkpoint-4 cannot be used: .*\.json"):
+        trained_run.open_run(earlier)
+
+
 def test_a_model_is_opened_by_its_name_or_folder_with_what_is_said_of_answers(tmp_path: Path) -> None:
     shutil.copytree(tokenizer_folder("tiny-qwen3"), tmp_path / "model")
     shutil.copytree(model_folder("tiny-qwen3"), tmp_path / "model", dirs_exist_ok=True)
@@ -744,12 +775,13 @@ def test_a_description_that_trains_is_the_run_that_it_has_left(lora: RunResult, 
         luthier.predict(path)
 
 
-def test_a_checkpoint_says_how_it_is_used_and_answers_so(tmp_path: Path) -> None:
+def test_a_run_with_checkpoints_only_names_the_newest_and_a_description_of_it_answers_so(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", {"type": "lora"}, output={"dir": str(tmp_path / "run"), "save_steps": 8})
     checkpoint = checkpoints(run.path)[-1]
+    shutil.rmtree(run.path / "model")
     with pytest.raises(UserError, match="no finished run") as caught:
-        luthier.predict(checkpoint)
-    assert caught.value.hint and f"adapter: {{type: lora, name_or_path: {checkpoint}}}" in caught.value.hint
+        luthier.predict(run.path)
+    assert caught.value.hint and caught.value.hint.endswith(f": {checkpoint}")
     described = json.loads((run.path / "run_config.json").read_text(encoding="utf-8"))
     described |= {"adapter": {"type": "lora", "name_or_path": str(checkpoint)}, "train": {"enabled": False}}
     path = tmp_path / "run.yaml"

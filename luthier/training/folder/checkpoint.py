@@ -43,6 +43,7 @@ from luthier.training.folder.state import (
     read_state,
     unreadable,
 )
+from luthier.training.report import RESULT_FILE
 from luthier.writing import JsonObject, counted, holder_of, only_user
 
 MANIFEST = "manifest.json"
@@ -336,6 +337,15 @@ def read_json(path: Path) -> dict[str, object]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object")
     return content
+
+
+def named_base_files(left: Path) -> dict[str, str]:
+    """Digests of the files of an adapter's base, by their names, as a checkpoint or a run's result has them."""
+    beside, result = left / BASE_FILES, left / RESULT_FILE
+    found: Any = read_json(beside) if beside.is_file() else {}
+    if result.is_file():
+        found = read_json(result).get("base_files", {})
+    return dict(found)
 
 
 def said_in(path: Path) -> dict[str, object]:
