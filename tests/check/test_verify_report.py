@@ -20,7 +20,7 @@ from luthier.check.verify.run import Side, VerifyOptions, VerifyProgress, verify
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
 from luthier.encoding.pieces import Assembler
-from luthier.errors import RowError, UserError
+from luthier.errors import RowError, StoreError, UserError
 from luthier.preparation.prepare import prepare
 from luthier.records import Row, Sample
 from luthier.rendering.blueprint import Filled
@@ -328,6 +328,19 @@ def test_what_is_stored_is_verified(tmp_path: Path, data: dict[str, Any], sample
     config = make_config(tmp_path, lines=lines, data={**data, "max_drop": 0.5})
     report = verify(config, VerifyOptions(stored=True, sample=sample))
     assert report.ok and report.ledger.read == (sample or NUM_ROWS)
+
+
+def test_the_store_that_training_reads_is_verified_and_no_other(config: RunConfig) -> None:
+    prepare(config, Encoder.from_config(config))
+    assert config.data.store is not None
+    (shard,) = config.data.store.rglob("*.bin")
+    assert verify(config, VerifyOptions(stored=True)).ok
+    assert list(config.data.store.rglob("*.bin")) == [shard]
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shard.write_bytes(damaged)
+    with pytest.raises(StoreError):
+        verify(config, VerifyOptions(stored=True))
 
 
 def test_a_store_that_holds_something_else_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,8 @@ def verify(
     stored = None
     if options.stored:
         with closing(Quarantine(config.output.dir / PREVIEW_FILE)) as lost:
-            stored = StoredSamples.of_split(prepare(config, reference, quarantine=lost), config, options.split)
+            own = Encoder.from_config(config)  # a stopped clock is an option like others, and would have its own store
+            stored = StoredSamples.of_split(prepare(config, own, quarantine=lost), config, options.split)
     account = _Account(
         verifier=RowVerifier(
             reference,
