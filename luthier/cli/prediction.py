@@ -89,7 +89,7 @@ def predict(  # noqa: PLR0913
         from luthier.config.loading import is_description, load_draft
 
         if not Path(run).expanduser().exists():  # told before torch is loaded
-            hint = "name the output.dir of a run that luthier train has finished, or a run description"
+            hint = "name the output.dir of a run, a checkpoint in it, or a run description"
             raise UserError(f"there is no {run}", hint=hint)
 
         from luthier.metrics import names_in
