@@ -166,7 +166,8 @@ def test_a_base_stays_quantized_and_a_whole_model_that_was_saved_is_not(
         (tmp_path / "model" / "adapter_config.json").write_text("{}")
     model = {"name_or_path": "preset:tiny-qwen3", "quantization": "nf4"}
     config = load_config({"model": model, "data": {}, "adapter": "lora", "train": {"enabled": False}})
-    assert trained_run._as_left_behind(config, tmp_path).model.quantization.type == kind
+    left = trained_run._as_left_behind(config, tmp_path / "model", tmp_path / "base")
+    assert left.model.quantization.type == kind
 
 
 def test_a_base_that_only_the_run_has_is_not_replaced_by_another(lora: RunResult, tmp_path: Path) -> None:

@@ -260,13 +260,13 @@ def test_rows_pass_verification_and_those_of_a_faulty_encoder_do_not(
     assert report.ok and report.ledger.prepared == 2
     ours = Encoder.from_config(config)
 
-    class Faulty(Encoder):
+    class Faulty:
         def encode(self, row: Any) -> Sample:
             found = ours.encode(row)
             (item,) = found.media
             return replace(found, media=(replace(item, start=1),))
 
-    faulty = verify(config, encoder=Faulty.from_config(config))
+    faulty = verify(config, encoder=Faulty())
     assert faulty.violations(Check.MEDIA_TOKENS) + faulty.violations(Check.MEDIA_PLACES) == 2
     (tmp_path / "run.yaml").write_text(config.model_dump_json(exclude_defaults=True))
     assert run(["show", str(tmp_path / "run.yaml")]) == 0
