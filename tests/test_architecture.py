@@ -101,7 +101,7 @@ def test_an_upward_import_would_be_found(tmp_path: Path) -> None:
 
 
 # All of `check/verify` judges, but for these, which hold what is judged: the encoder and its store.
-FETCHING = {"run.py"}
+FETCHING = {"run.py", "fetched.py"}
 THE_JUDGED = ("luthier.rendering", "luthier.encoding", "luthier.store", "luthier.preparation")
 
 

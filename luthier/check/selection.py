@@ -1,15 +1,11 @@
-"""Which row, pack or batch ``luthier show`` shows, and what it says of the settings above it; and which rows
-``luthier verify`` looks at.
-"""
+"""Which row, pack or batch ``luthier show`` shows, and what it says of the settings above it."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -20,19 +16,17 @@ from luthier.collation import CollateSettings
 from luthier.config import num_processes
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.errors import BudgetError, RowDropped, RowError, UserError
-from luthier.ledger import Ledger
+from luthier.errors import UserError
 from luthier.loader.numbered_rows import NumberedRows
 from luthier.loader.reader import BatchReader
-from luthier.loader.settings import Loaded, eval_settings, media_of, plan_of_run, units_of
+from luthier.loader.settings import Loaded, eval_settings, media_of, plan_of_run
 from luthier.packing import UnitKind
 from luthier.packing.epoch import EpochPlan, plan_epoch
-from luthier.preparation import Prepared, PreparedSet
-from luthier.preparation.segments import SegmentIndex, cut_sample
-from luthier.records import Address, Pack, Row, Sample
-from luthier.sources import RowBytes
+from luthier.preparation import PreparedSet
+from luthier.preparation.segments import SegmentIndex
+from luthier.records import Pack
 from luthier.sources.origins import resolve_sources
-from luthier.sources.source import Source, open_sources
+from luthier.sources.source import open_sources
 from luthier.writing import counted, write_text
 
 
@@ -154,7 +148,7 @@ class Selection:
         packs, origins = self._packs(plan, rows, self.number - 1, index, loaded)
         has_media = any(segment.media for pack in packs for segment in pack.segments)
         media = media_of(config, tokenizer.files.folder) if has_media else None
-        reader = BatchReader(index.prepared.store, _collation(loaded), shared=plan.settings.shared, media=media)
+        reader = BatchReader(index.prepared.store, collation_of(loaded), shared=plan.settings.shared, media=media)
         batch = reader.read(rows.of_plan(plan, self.number - 1, step=0))
         control = tokenizer.control_ids
         return show_batch(batch, tokenizer, title=self.title, control=control, origins=origins, packs=packs)
@@ -172,7 +166,7 @@ class Selection:
         numbers = [[int(segment) for segment in pack] for pack in plan[micro_batch].packs]
         of_rows = {int(index.row_ids[segment]) for pack in numbers for segment in pack}
         of_row = self._origins(of_rows, index.prepared, loaded)
-        packs = BatchReader(index.prepared.store, _collation(loaded)).packs(rows.of_plan(plan, micro_batch, step=0))
+        packs = BatchReader(index.prepared.store, collation_of(loaded)).packs(rows.of_plan(plan, micro_batch, step=0))
         shared = plan.settings.shared
         return packs, [
             [segment_origin(index, segment, of_row[int(index.row_ids[segment])], shared=shared) for segment in pack]
@@ -200,7 +194,8 @@ def write_page(path: Path, rows: Sequence[RowView], loaded: Loaded, *, title: st
     write_text(path, page_html(rows, title=title, facts=facts, previews=pictures))
 
 
-def _collation(loaded: Loaded) -> CollateSettings:
+def collation_of(loaded: Loaded) -> CollateSettings:
+    """How the run lays segments out, but for the boundaries that the kernels of some devices take."""
     return CollateSettings(
         packed=loaded.config.train.packing.is_packed,
         pad_token_id=loaded.encoder.tokenizer.pad_token_id,
@@ -275,160 +270,3 @@ def _short(name: str) -> str:
     """``/models/Qwen/Qwen3-8B`` -> ``Qwen/Qwen3-8B``: a page that is passed on need not tell where files lie."""
     parts = [part for part in name.split("/") if part]
     return "/".join(parts[-2:]) if name.startswith(("/", "~", ".")) else name
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Which rows are verified, and where their samples come from: encoded now, or read from the store.
-
-
-class SampleMaker(Protocol):
-    """What verification puts to the test: `luthier.encoding.encoder.Encoder`, or anything that encodes as it should."""
-
-    def encode(self, row: Row) -> Sample:
-        """The token tree of a row; raises `RowError`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceRow:
-    """A row as it was read, or the error that says why it could not be, with what its source makes of it."""
-
-    source: Source
-    item: RowBytes | RowError
-    address: Address
-
-    def convert(self) -> Row:
-        """The record; raises `RowError`."""
-        if isinstance(self.item, RowError):
-            raise self.item
-        return self.source.convert(self.source.reader.read(self.item))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowChoice:
-    """Which rows are verified: all, or those of ``numbers`` (counted from 0 over all sources) of ``num_rows``."""
-
-    numbers: frozenset[int] | None = None
-    num_rows: int | None = None
-
-    def __contains__(self, number: int) -> bool:
-        return self.numbers is None or number in self.numbers
-
-
-def open_split(config: RunConfig, split: str) -> list[Source]:
-    """The sources of one side of a run's data. Raises `UserError` if there is none, `SourceError` if one is missing."""
-    train, evaluation = resolve_sources(config.data)
-    chosen = train if split == "train" else evaluation
-    if not chosen and split == "eval" and config.data.eval_split:
-        raise UserError(
-            "this run names no data for evaluation: data.eval_split holds out some of its training rows",
-            hint="they are among the rows that --split train verifies",
-            key="data.eval_split",
-        )
-    if not chosen:
-        raise UserError(f"this run names no data for {split}", hint=f"name some with data.{split}", key=f"data.{split}")
-    return open_sources(chosen, seed=config.runtime.seed)
-
-
-def choose_rows(sources: Sequence[Source], size: int | None, *, seed: int) -> RowChoice:
-    """A seeded sample of ``size`` rows of all sources, without replacement; all, if ``size`` is None.
-
-    To sample, the rows are counted first: they are read once more, decoded they are not.
-    """
-    if size is None:
-        return RowChoice()
-    num_rows = sum(1 for source in sources for _ in source.row_bytes())
-    numbers = random.Random(seed).sample(range(num_rows), min(size, num_rows))
-    return RowChoice(numbers=frozenset(numbers), num_rows=num_rows)
-
-
-def read_rows(sources: Sequence[Source]) -> Iterator[SourceRow]:
-    """Every row of the sources, in order, none of them decoded yet."""
-    for source in sources:
-        for item in source.row_bytes():
-            assert item.address is not None, f"{source.name}: a row's error has no address: {item}"
-            yield SourceRow(source=source, item=item, address=item.address)
-
-
-class StoredSamples:
-    """The prepared samples of a split, in the order in which its rows are read."""
-
-    def __init__(self, sets: Sequence[PreparedSet]) -> None:
-        """The sets that the rows went to: two, where some of the training rows are held out."""
-        self._sets = sets
-        self._next = [0] * len(sets)
-
-    @classmethod
-    def of_split(cls, prepared: Prepared, config: RunConfig, split: str) -> StoredSamples:
-        """The samples of a split that has sources."""
-        held_out = prepared.eval
-        if split == "eval":
-            assert held_out is not None, "the split has sources"
-            return cls([held_out])
-        _, eval_sources = resolve_sources(config.data)
-        return cls([prepared.train] if held_out is None or eval_sources else [prepared.train, held_out])
-
-    def at(self, address: Address) -> Sample | None:
-        """The sample of the next row that was read, None if preparation lost it. Ask once for each row, in order."""
-        for number, prepared in enumerate(self._sets):
-            place = self._next[number]
-            if place < len(prepared) and prepared.address(place) == address:
-                self._next[number] += 1
-                return prepared[place]
-        return None
-
-
-class TrainingAccount:
-    """What training would do with the rows that are verified: which it loses, and whether it would begin with the rest.
-
-    ``refusal`` says why it would not begin, as soon as that is known; ``ledger`` also counts the rows of which
-    ``data.max_length`` leaves nothing.
-    """
-
-    def __init__(self, config: RunConfig) -> None:
-        self.ledger = Ledger()
-        self.refusal: str | None = None
-        self._data, self._units = config.data, units_of(config)
-
-    def lose(self, error: RowError) -> None:
-        """A row that encoding refuses."""
-        self.ledger.lose(error)
-
-    def keep(self, sample: Sample) -> str | None:
-        """A row that is encoded; the reason for which training drops it all the same, None if it stays."""
-        self.ledger.keep()
-        try:
-            lost = self._lost_to_length(sample)
-        except UserError as error:
-            self.refusal = self.refusal or error.message
-            return None
-        if lost is not None:
-            self.ledger.lose_kept(lost)
-        return None if lost is None else lost.reason
-
-    def close(self, *, num_rows: int | None) -> str | None:
-        """Decide, and return a warning where that cannot be done: a sample of ``num_rows`` rows may be unlike the rest.
-
-        Of a sample it is certain that training refuses to begin when it alone has more losses than all rows may have.
-        """
-        allowed, lost = self._data.max_drop, self.ledger.lost
-        try:
-            self.ledger.check(max_drop=allowed)
-        except BudgetError as error:
-            most = allowed * num_rows if num_rows is not None and allowed < 1 else allowed
-            if num_rows is not None and allowed < 1 and lost <= most:
-                return f"training may not begin, if the other rows are like this sample: {error.message}"
-            self.refusal = self.refusal or error.message
-        if self.ledger.read and not self.ledger.prepared and num_rows in (None, self.ledger.read):
-            self.refusal = self.refusal or f"no row is left to train on: {self.ledger.reasons()}"
-        return None
-
-    def _lost_to_length(self, sample: Sample) -> RowError | None:
-        """Why nothing of a sample stays within ``data.max_length``; raises `UserError` as training does."""
-        data = self._data
-        if len(sample.input_ids) <= data.max_length:  # no leaf is longer than the whole tree
-            return None
-        try:
-            cut_sample(sample, max_length=data.max_length, overflow=data.overflow, units=self._units)
-        except RowDropped as lost:
-            return lost
-        return None

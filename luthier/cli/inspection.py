@@ -301,7 +301,9 @@ def verify(  # noqa: PLR0913
         int | None, typer.Option(metavar="N", min=1, help="N rows, chosen by the run's seed. Default: all.")
     ] = None,
     split: Annotated[Split, typer.Option(help="Which side of the data.")] = Split.TRAIN,
-    stored: Annotated[bool, typer.Option("--stored", help="Verify what is in the store, preparing it first.")] = False,
+    stored: Annotated[
+        bool, typer.Option("--stored", help="Verify the store, preparing it first, and its batches.")
+    ] = False,
     against: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Compare with the tokens of a running server, as http://localhost:8000."),

@@ -49,6 +49,7 @@ def test_the_faults_are_many_and_every_check_has_one() -> None:
         Check.HUGGING_FACE,
         Check.SERVED_TOKENS,
         Check.VERDICT,
+        Check.BATCHES,
     }
     of_media = {Check.MEDIA_PLACES, Check.MEDIA_TOKENS, Check.PROCESSOR_TOKENS}
     assert {fault.found_by for fault in FAULTS} | elsewhere | of_media == set(Check)

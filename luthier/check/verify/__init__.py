@@ -41,6 +41,7 @@ class Check(StrEnum):
     HUGGING_FACE = "hugging_face"
     PROCESSOR_TOKENS = "processor_tokens"
     SERVED_TOKENS = "served_tokens"
+    BATCHES = "batches"
 
 
 MEANING: Mapping[Check, str] = {
@@ -64,6 +65,7 @@ MEANING: Mapping[Check, str] = {
     Check.HUGGING_FACE: "prompts and ids are those of transformers' own apply_chat_template",
     Check.PROCESSOR_TOKENS: "the processor, given text and decoded media, gives the same ids and pixels (some rows)",
     Check.SERVED_TOKENS: "the server makes the same tokens from the same messages",
+    Check.BATCHES: "an epoch takes each row as it should, and its first batches hold what their rows say",
 }
 
 MAX_EXAMPLES = 5  # violations kept per check; all are counted

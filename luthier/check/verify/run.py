@@ -15,15 +15,8 @@ from datetime import datetime
 from enum import StrEnum
 from itertools import islice
 
-from luthier.check.selection import (
-    SampleMaker,
-    SourceRow,
-    StoredSamples,
-    TrainingAccount,
-    choose_rows,
-    open_split,
-    read_rows,
-)
+import numpy as np
+
 from luthier.check.show.view import RowView, show_sample
 from luthier.check.verify import (
     MAX_EXAMPLES,
@@ -35,14 +28,26 @@ from luthier.check.verify import (
     VerifyReport,
     Violation,
 )
+from luthier.check.verify.batches import BatchJudge, plan_faults
+from luthier.check.verify.fetched import (
+    RunBatches,
+    SampleMaker,
+    SourceRow,
+    StoredSamples,
+    TrainingAccount,
+    choose_rows,
+    open_split,
+    read_rows,
+)
 from luthier.check.verify.plain_template import PlainTemplate
 from luthier.check.verify.reference_tokenizer import NOT_PROVEN, TokenServer, learned_text, same_sample, tree_faults
 from luthier.check.verify.row import RowVerifier, answers_of
 from luthier.config.schema import RunConfig
 from luthier.encoding.encoder import Encoder
-from luthier.errors import RowError, RowForbidden
+from luthier.errors import RowError, RowForbidden, UserError
 from luthier.ledger import Ledger
-from luthier.preparation import Quarantine, info_of, remarks_on
+from luthier.loader.settings import Loaded, cut_rows
+from luthier.preparation import Prepared, Quarantine, info_of, remarks_on
 from luthier.preparation.prepare import PREVIEW_FILE, prepare
 from luthier.records import Conversation, Document, Row, Sample, Tokenized
 from luthier.templating import TemplateSettings
@@ -71,6 +76,8 @@ class VerifyOptions:
     num_shown     failing rows of which the report keeps the tokens
     num_decoded   of the rows with media, how many are decoded and given to the model's processor; after these ever
                   fewer are, over the whole of the data. Headers are compared for all rows
+    num_batches   with ``stored``, how many of the first micro-batches are compared with the samples of their rows; as
+                  soon as their media are more than ``num_decoded`` these are no longer decoded
     """
 
     split: Side = Side.TRAIN
@@ -81,6 +88,7 @@ class VerifyOptions:
     max_failures: int | None = None
     num_shown: int = 3
     num_decoded: int = 16
+    num_batches: int = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,11 +118,11 @@ def verify(
     server = None if options.against is None else TokenServer(options.against, token=options.token)
     sources = open_split(config, options.split)
     choice = choose_rows(sources, options.sample, seed=config.runtime.seed)
-    stored = None
+    prepared, own = None, Encoder.from_config(config)  # a stopped clock is an option and would have its own store
     if options.stored:
         with closing(Quarantine(config.output.dir / PREVIEW_FILE)) as lost:
-            own = Encoder.from_config(config)  # a stopped clock is an option like others, and would have its own store
-            stored = StoredSamples.of_split(prepare(config, own, quarantine=lost), config, options.split)
+            prepared = prepare(config, own, quarantine=lost)
+    stored = None if prepared is None else StoredSamples.of_split(prepared, config, options.split)
     account = _Account(
         verifier=RowVerifier(
             reference,
@@ -139,6 +147,8 @@ def verify(
             stopped_early = options.max_failures is not None and account.num_failed >= options.max_failures
             if stopped_early:
                 break
+    if prepared is not None and not stopped_early:
+        account.judge_batches(prepared, own, options)
     return account.report(
         split=options.split.value,
         num_rows=choice.num_rows,
@@ -173,7 +183,7 @@ class _Account:
         self, *, verifier: RowVerifier, encoder: SampleMaker, reference: Encoder, config: RunConfig, num_shown: int
     ) -> None:
         self.verifier, self.encoder, self.reference, self.num_shown = verifier, encoder, reference, num_shown
-        self.max_length = config.data.max_length
+        self.config, self.max_length = config, config.data.max_length
         self.training = TrainingAccount(config)
         self.kwargs_use = KwargsUse(verifier.template, TemplateSettings.of(config.template.now, {}))
         self.ledger = Ledger()
@@ -183,6 +193,7 @@ class _Account:
         self.methods: Counter[Method] = Counter()
         self.control_strings: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
+        self.failed_at: set[str] = set()
         self.given: list[str] = []  # what the first rows of token ids teach
 
     @property
@@ -241,6 +252,46 @@ class _Account:
         difference = f"it is refused: {again}" if isinstance(again, RowError) else same_sample(encoded, again)
         difference = difference or (None if stored is None else same_sample(stored, encoded))
         self._count(_with_repetition(verdict, difference, source_row), encoded if stored is None else stored)
+
+    def judge_batches(self, prepared: Prepared, encoder: Encoder, options: VerifyOptions) -> None:
+        """Compare the first batches with their rows' samples, and an epoch with what it is to take; nothing of rows
+        that are questions, or that training would not begin with."""
+        config, held_out = self.config, options.split is Side.EVAL
+        try:
+            train, evaluation = cut_rows(config, prepared)
+        except UserError:
+            return
+        index = evaluation if held_out else train
+        if not index or self.training.refusal is not None or (config.objective.kind.on_policy and not held_out):
+            return
+        loaded = Loaded(config=config, encoder=encoder, prepared=prepared, train=train, held_out=evaluation, seconds=0)
+        batches = RunBatches(loaded, held_out=held_out)
+        judge = BatchJudge(batches.rules, batches.samples_at, batches.features_of)
+        faults: list[Violation] = []
+        seen, decoded = set[str](), 0
+        parts = []
+        for number, planned in enumerate(batches.planned()):
+            parts.append(batches.parts(planned))
+            if number < options.num_batches:
+                batch, count = batches.read(planned, decodes=decoded <= options.num_decoded)
+                decoded += count
+                seen.update(map(str, batch.addresses))
+                faults += judge.faults(batch)
+        self.notes["batches compared with their rows"] += min(len(parts), options.num_batches)
+        if batches.takes_all:
+            faults += plan_faults(np.concatenate(parts), batches.meant, batches.address, once=batches.takes_all_once)
+        self._count_batches(seen, faults)
+
+    def _count_batches(self, seen: set[str], faults: Sequence[Violation]) -> None:
+        tally, failed = self.tallies[Check.BATCHES], dict[str, list[Violation]]()
+        for violation in faults:
+            failed.setdefault(violation.address, []).append(violation)
+        tally.rows_checked, tally.rows_failed, tally.violations = len(seen | failed.keys()), len(failed), len(faults)
+        tally.examples += faults[:MAX_EXAMPLES]
+        new = failed.keys() - self.failed_at
+        self.num_failed += len(new)
+        for address in sorted(new)[: max(0, self.num_shown - len(self.failed_rows))]:
+            self.failed_rows.append(FailedRow(address=address, violations=tuple(failed[address]), views=()))
 
     def report(
         self,
@@ -315,6 +366,7 @@ class _Account:
                 tally.examples.append(violation)
         if verdict.violations:
             self.num_failed += 1
+            self.failed_at.add(verdict.violations[0].address)
             if len(self.failed_rows) < self.num_shown:
                 address = verdict.violations[0].address
                 views = self._views(verdict, sample)
