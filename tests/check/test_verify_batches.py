@@ -204,6 +204,8 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
     "verdicts that change sides": ("verdicts", lambda b: of_units(b, lambda u: replace(u, verdict=1 - u.verdict))),
     "pictures in another order": ("pictures", lambda b: told(b, "pixel_values", lambda t: t.flip(0))),
     "grids in another order": ("padded pictures", lambda b: told(b, "image_grid_thw", lambda t: t.flip(-1))),
+    "no labels": ("packed", lambda b: replace(b, labels_BT=b.labels_BT[:0, :0])),
+    "positions on one axis": ("padded pictures", lambda b: told(b, "position_ids", lambda t: t[0])),
     "rows under another name": ("padded", lambda b: replace(b, addresses=b.addresses[::-1])),
 }  # fmt: skip
 

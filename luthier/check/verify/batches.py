@@ -29,6 +29,7 @@ class BatchRules:
 
     units       what of a row is compared
     cut_freely  rows are cut wherever a pack is full (``train.packing: split``)
+    by_axes     the model counts positions on several axes
     """
 
     packed: bool
@@ -36,6 +37,7 @@ class BatchRules:
     max_length: int
     units: UnitKind
     cut_freely: bool
+    by_axes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +186,8 @@ class BatchJudge:
         """Padding, and what keeps segments apart from each other and from it."""
         ids_BT = inputs["input_ids"]
         of_segment_BT = np.zeros(ids_BT.shape, dtype=np.bool_)
+        if self.rules.by_axes != (inputs["position_ids"].ndim == 3):
+            yield _fault(found[0].address, "its batch counts positions on other axes than the model does")
         for segment in found:
             of_segment_BT[segment.row, segment.columns] = True
         first = {segment.row: segment.address for segment in reversed(found)}
@@ -215,7 +219,10 @@ class BatchJudge:
         if batch.num_targets != count or len(batch.targets.ids_K) != count:
             what = f"its batch has {counted(batch.num_targets, 'target')}, and its rows have {count:,}"
             yield _fault(whole[0][0].address, what)
+        is_tree = any(branch.parent >= 0 for row in batch.branches for branch in row)
         if batch.labels_BT.numel() == 0:
+            if not is_tree:
+                yield _fault(whole[0][0].address, "its batch has no labels")
             return
         labels_BT = np.full(batch.labels_BT.shape, IGNORE_INDEX)
         weights_BT = np.ones(labels_BT.shape, dtype=np.float32)

@@ -144,14 +144,15 @@ class RunBatches:
         self._config, self._index, how = config, index, collation_of(loaded)
         self._rows = NumberedRows.of_index(index)
         self._plan = None if held_out else plan_of_run(config, self._rows, num_ranks=1)
-        self._reader = BatchReader(index.prepared.store, how, shared=shares_prompts(config))
-        self._media = media_of(config, loaded.encoder.tokenizer.files.folder)
+        media = media_of(config, loaded.encoder.tokenizer.files.folder)
+        self._reader = BatchReader(index.prepared.store, how, shared=shares_prompts(config), media=media)
         self.rules = BatchRules(
             packed=how.packed,
             pad_token_id=how.pad_token_id,
             max_length=config.data.max_length,
             units=index.units,
             cut_freely=config.train.packing is Packing.SPLIT,
+            by_axes=media is not None and media.scheme is not None,
         )
         own = slice(None, None, 2 if index.units is UnitKind.FEEDBACK_KL else 1)  # without answers that are drawn
         rows = index.row_ids[own]
@@ -191,16 +192,13 @@ class RunBatches:
         parts["tokens"] = places["head"] + places["stop"] - places["start"]
         return parts
 
-    def read(self, planned: PlannedMicroBatch, *, decodes: bool) -> tuple[Batch, int]:
-        """A batch, and how many media were decoded for it: none, and nothing made of them, unless it ``decodes``."""
-        self._reader.media = self._media if decodes else None
-        grid = self._reader.lay_out(planned)
-        count = sum(len(items) for row in grid.media for items in row) if grid.inputs else 0
-        return self._reader.to_batch(grid, planned), count
+    def read(self, planned: PlannedMicroBatch) -> Batch:
+        return self._reader.read(planned)
 
     def features_of(self, items: Sequence[MediaItem]) -> Features:
-        """What the model is to see of some media, each decoded once more; {} where batches are read without."""
-        return {} if self._reader.media is None else self._reader.media.features(items)
+        """What the model is to see of some media, each decoded once more."""
+        assert self._reader.media is not None, "the model takes media"
+        return self._reader.media.features(items)
 
     def address(self, part: np.void) -> Address:
         return Address(file=self._index.prepared.files[int(part["file"])], row=int(part["row"]))

@@ -76,8 +76,8 @@ class VerifyOptions:
     num_shown     failing rows of which the report keeps the tokens
     num_decoded   of the rows with media, how many are decoded and given to the model's processor; after these ever
                   fewer are, over the whole of the data. Headers are compared for all rows
-    num_batches   with ``stored``, how many of the first micro-batches are compared with the samples of their rows; as
-                  soon as their media are more than ``num_decoded`` these are no longer decoded
+    num_batches   with ``stored``, how many of the first micro-batches are compared with the samples of their rows;
+                  those with media only until ``num_decoded`` segments with media were
     """
 
     split: Side = Side.TRAIN
@@ -268,16 +268,17 @@ class _Account:
         batches = RunBatches(loaded, held_out=held_out)
         judge = BatchJudge(batches.rules, batches.samples_at, batches.features_of)
         faults: list[Violation] = []
-        seen, decoded = set[str](), 0
+        seen, count, decoded = set[str](), 0, 0
         parts = []
         for number, planned in enumerate(batches.planned()):
             parts.append(batches.parts(planned))
-            if number < options.num_batches:
-                batch, count = batches.read(planned, decodes=decoded <= options.num_decoded)
-                decoded += count
-                seen.update(map(str, batch.addresses))
-                faults += judge.faults(batch)
-        self.notes["batches compared with their rows"] += min(len(parts), options.num_batches)
+            if number >= options.num_batches or (decoded >= options.num_decoded and planned.places["encoder"].any()):
+                continue
+            batch = batches.read(planned)
+            count, decoded = count + 1, decoded + int((planned.places["encoder"] > 0).sum())
+            seen.update(map(str, batch.addresses))
+            faults += judge.faults(batch)
+        self.notes["batches compared with their rows"] = count
         if batches.takes_all:
             faults += plan_faults(np.concatenate(parts), batches.meant, batches.address, once=batches.takes_all_once)
         self._count_batches(seen, faults)
