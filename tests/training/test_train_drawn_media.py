@@ -24,7 +24,7 @@ from luthier.encoding.encoder import Encoder
 from luthier.engines import Completion, Refusal, Request
 from luthier.engines.answering import Answerer
 from luthier.engines.local import LocalEngine
-from luthier.errors import ConfigError, TrainingError
+from luthier.errors import ConfigError, ModelError, TrainingError
 from luthier.loader.settings import media_of
 from luthier.media.files.decoding import DecodedImage
 from luthier.media.processors.processor import MediaProcessor
@@ -37,6 +37,7 @@ from luthier.training.rollouts.drawing import SLOTS
 from tests.families_matrix.matrix_cases import CASES
 from tests.families_matrix.matrix_product import make_product
 from tests.media.media_files import image_file, picture
+from tests.media.test_media_watching_models import TEXT
 from tests.media.tiny_folder import write_folder
 
 ROLLOUT: dict[str, Any] = {
@@ -200,6 +201,33 @@ def test_answers_that_draw_a_slot_of_a_picture_are_told_and_not_learned_from(
     assert {answer["sample"] for step in rollouts(result.path) for answer in step} == {1, 2}
     media = media_of(config, folder)
     assert media is not None and media.processor.slot_ids(encoder.tokenizer.vocab_size) == frozenset(slots)
+
+
+def test_a_teacher_to_which_the_pictures_are_nothing_or_others_is_refused(folder: Path, tmp_path: Path) -> None:
+    rows, teacher = write_questions(tmp_path), Path(shutil.copytree(folder, tmp_path / "teacher"))
+    settings = teacher / "processor_config.json"
+
+    def told(name: str) -> str:
+        objective = {"name": "distill", "loss": "gkd", "reference": {"name_or_path": str(teacher)}}
+        try:
+            run(config_of(folder, rows, tmp_path / name, objective=objective, rollout={**ROLLOUT, "rewards": []}))
+        except ModelError as error:
+            return error.message
+        return ""
+
+    kept = json.loads(settings.read_text())
+    smaller, darker = ({**kept, "image_processor": dict(kept["image_processor"])} for _ in range(2))
+    smaller["image_processor"]["size"] = {"shortest_edge": 56 * 56, "longest_edge": 56 * 56}
+    settings.write_text(json.dumps(smaller))
+    assert not told("alike")  # control: it sees the sizes that the trained model sees
+    darker["image_processor"]["image_mean"] = [0.9, 0.9, 0.9]
+    settings.write_text(json.dumps(darker))
+    assert "image_mean of images is (0.9, 0.9, 0.9) to it" in told("darker")
+    of_text = hf.Qwen2Config(
+        **{**TEXT, "vocab_size": json.loads((folder / "config.json").read_text())["text_config"]["vocab_size"]}
+    )
+    hf.Qwen2ForCausalLM(of_text).save_pretrained(teacher)
+    assert "reads no image_grid_thw, pixel_values" in told("blind")
 
 
 @pytest.mark.parametrize("family", UNDRAWN)

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 
+import numpy as np
 from peft import PeftModel
+from torch import nn
 from transformers import PreTrainedModel
 
+from luthier.collation import MediaInputs
+from luthier.collation.collator import batch_of_packs
 from luthier.config.choices import AdapterType, QuantizationType
 from luthier.config.inputs import ModelConfig
 from luthier.config.objective import ReferenceSource
 from luthier.config.schema import AdapterConfig, RunConfig
 from luthier.encoding.tokenizer_files import find_files
 from luthier.errors import ModelError, RowError, TokenizerError
+from luthier.media import MediaSource
+from luthier.media.processors.processor import PARTS, MediaProcessor, part_of
 from luthier.models import adapter_files, adapters, mixers, plain_model, quantized, set_caching, set_text_attention
 from luthier.models.model import load_model, quantize_whole
 from luthier.models.passes import ModelPass, casting, find_head, prove_head
 from luthier.preparation.segments import SegmentIndex
+from luthier.records import Pack
 from luthier.sources import decode_strict
 from luthier.training.losses import ObjectiveParts, first_inputs
 from luthier.training.losses.objective import choose_kernel
@@ -155,6 +163,8 @@ def _named(
         raise named_fault(named, error) from error
     if note is not None:
         tell(f"reference: {note}")
+    if adapter is None:
+        _check_media(parts, section, model)
     return model
 
 
@@ -185,6 +195,11 @@ def _loaded(config: RunConfig, parts: ObjectiveParts, forward: ModelPass) -> Pre
 
 
 KEY = "objective.reference.name_or_path"
+ROWS_TRIED = 64  # of rows that are in memory or come as a stream
+SCALES = (
+    "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "patch_size", "merge_size",
+    "temporal_patch_size", "sampling_rate", "feature_size", "n_fft", "hop_length",
+)  # fmt: skip
 
 
 def named_model(config: RunConfig, named: str) -> ModelConfig:
@@ -254,6 +269,55 @@ def _ordinary_tokens(name: str, revision: str, section: ModelConfig) -> dict[int
     for added in files.tokenizer["added_tokens"]:
         tokens.pop(added["id"], None)
     return tokens
+
+
+def _check_media(parts: ObjectiveParts, section: ModelConfig, model: nn.Module) -> None:
+    """Raise `ModelError` for a reference to which the inputs of the run's images, videos and audio say something else.
+
+    It gets what the trained model's processor makes of them. A model of text ignores inputs that it does not know, and
+    sees placeholders alone; pixels on another scale are other colours to it.
+    """
+    rows, key = parts.train, f"{KEY} {section.name_or_path!r}"
+    if isinstance(rows, SegmentIndex):
+        places = np.flatnonzero(rows.prepared.store.have_media(rows.sample_ids)).tolist()
+    else:
+        places = list(range(len(rows)))
+    tried = [segment for place in places[:ROWS_TRIED] if (segment := rows[place]).media]
+    if parts.media is None or not tried:
+        return
+    batch = batch_of_packs([Pack(segments=(tried[0],))], parts.how, parts.media)
+    own, theirs = (signature(plain_model(each).forward).parameters for each in (parts.model, model))
+    read = own.keys() & batch.model_inputs.keys() & parts.media.processor.family.batching.keys()
+    if unread := sorted(read - theirs.keys()):
+        raise ModelError(
+            f"{key} reads no {', '.join(unread)}, and the run's rows have images, videos or audio",
+            hint="name a reference that sees them, of the same family as the model that is trained",
+        )
+    try:
+        files = find_files(
+            section.name_or_path, chat_template=None, revision=section.revision, cache_dir=section.cache_dir
+        )
+    except TokenizerError:
+        return
+    source = MediaSource.of_model(files.folder, section, parts.config.media)
+    if source.folder is None:
+        return
+    kinds = {type(item.media).__name__.lower() for segment in tried for item in segment.media}
+    ours, others = (_input_scales(each.processor, kinds) for each in (parts.media, MediaInputs(source)))
+    for name in sorted(ours.keys() & others.keys()):
+        if ours[name] != others[name]:
+            raise ModelError(
+                f"{key} would get what the trained model's processor makes of images, videos and audio, and its own "
+                f"makes something else: {name} is {others[name]} to it, and {ours[name]} to the model that is trained",
+                hint="name a reference whose processor has the same values",
+            )
+
+
+def _input_scales(media: MediaProcessor, kinds: set[str]) -> dict[str, object]:
+    """What a number means in the inputs of items of these kinds, by setting and kind."""
+    found = [(kind, part_of(media.processor, PARTS[kind][0])) for kind in media.kinds if kind in kinds]
+    parts = [(kind, part.to_dict()) for kind, part in found if part is not None]
+    return {f"{name} of {kind}s": said[name] for kind, said in parts for name in SCALES if name in said}
 
 
 def _adapter_type(named: str) -> str | None:
