@@ -24,7 +24,7 @@ from luthier.errors import ModelError, UserError, install_hint
 from luthier.export import gguf, taken_down
 from luthier.export.checks import ExportCheck, ExportProof, bound_of, check_result
 from luthier.export.llama_cpp import PROBE
-from luthier.export.proof import prove, template_digest, weight_digests
+from luthier.export.proof import prove, template_digest, told_of_answering, weight_digests
 from luthier.export.quantizing import (
     NEED_DATA,
     QUANTIZED_BOUNDS,
@@ -424,15 +424,15 @@ def _write(run: TrainedRun, engine: LocalEngine, folder: Path, dtype: str) -> li
     del model
     engine.model = merged = merged.to(getattr(torch, dtype))
     # All ids that end an answer, those first that the model names itself, as others may read the first alone.
-    said = merged.generation_config.eos_token_id
-    named = [] if said is None else [said] if isinstance(said, int) else list(said)
+    settings = merged.generation_config
+    named = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
     every = [*(stop for stop in named if stop in run.stops), *sorted(run.stops - set(named))]
-    merged.generation_config.eos_token_id = every[0] if len(every) == 1 else every
+    settings.eos_token_id = every[0] if len(every) == 1 else every
     merged.config.get_text_config().use_cache = True
     processor = None if engine.media is None or engine.media.source is None else engine.media.source.folder
     save_model(merged, folder, run.encoder.tokenizer, processor=processor, max_shard_gb=run.config.export.max_shard_gb)
     (folder / CARD).write_text(_card(run, dtype), encoding="utf-8")
-    return notes
+    return notes + told_of_answering(settings)
 
 
 def _card(run: TrainedRun, dtype: str) -> str:

@@ -45,6 +45,12 @@ from luthier.records import MediaItem
 from luthier.training.folder.artifacts import TEMPLATE_FILE, TEMPLATE_HOLDERS, TEMPLATE_KEY, plain_tokenizer
 from luthier.writing import JsonObject, counted
 
+# Settings by which an answer without sampling is another one.
+CHANGES_ANSWERS = (
+    "bad_words_ids", "begin_suppress_tokens", "encoder_repetition_penalty", "exponential_decay_length_penalty",
+    "forced_bos_token_id", "forced_eos_token_id", "max_length", "min_length", "min_new_tokens", "no_repeat_ngram_size",
+    "num_beams", "repetition_penalty", "sequence_bias", "stop_strings", "suppress_tokens",
+)  # fmt: skip
 MAX_SLOPE_ERROR = 0.1  # standard error of what is told of a module, above which nothing is told
 _STORED = {  # kind -> how a quantized weight's name ends in a file of weights, and the type that it has there
     "int8": ("_weight_qdata", "I8"),
@@ -160,6 +166,15 @@ def _stops(folder: Path, parity: Parity) -> ExportResult:
     if more := sorted(found - set(parity.stops)):
         faults.append(("generation_config.json", f"eos_token_id has {more}, which training did not end answers with"))
     return check_result(ExportCheck.STOPS, f"answers end at {parity.stops}", faults)
+
+
+def told_of_answering(settings: GenerationConfig) -> list[str]:
+    """What the base says of generating that changes answers without sampling, too, as a sentence."""
+    said = {name: value for name, value in settings.to_diff_dict().items() if name in CHANGES_ANSWERS}
+    what = (
+        f"the base's generation_config.json goes along, by which others answer otherwise than luthier predict: {said}"
+    )
+    return [what] if said else []
 
 
 def _special_ids(folder: Path, parity: Parity) -> ExportResult:

@@ -864,6 +864,23 @@ def test_a_folder_has_no_other_chat_template_than_the_one_of_the_run(
         assert written.read_bytes() == wanted.read_bytes(), "the template of the run itself stays where it was"
 
 
+def test_settings_of_the_base_that_change_answers_are_told_and_ids_that_are_none_end_none(tmp_path: Path) -> None:
+    base = Path(shutil.copytree(model_folder_of("tiny-qwen3"), tmp_path / "base"))
+    shutil.copytree(tokenizer_folder("tiny-qwen3"), base, dirs_exist_ok=True)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base)).save_pretrained(base)
+    stops = json.loads((base / "generation_config.json").read_text()).get("eos_token_id")
+    named = stops if isinstance(stops, list) else [stops]
+    settings = {"eos_token_id": [-1, *named], "suppress_tokens": [30], "temperature": 0.6, "do_sample": True}
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    luthier.train(description(tmp_path / "run", {"type": "full"}, model=str(base)))
+    exported = luthier.export_run(tmp_path / "run", ExportOptions(to=tmp_path / "exported"))
+    assert exported.proof is not None and exported.proof.ok
+    [told] = [note for note in exported.notes if "suppress_tokens" in note]
+    assert "temperature" not in told
+    written = json.loads((tmp_path / "exported" / "generation_config.json").read_text())["eos_token_id"]
+    assert -1 not in (written if isinstance(written, list) else [written])
+
+
 def test_the_system_message_that_training_gave_is_told_and_in_the_golden_prompts(world: World, tmp_path: Path) -> None:
     """It is no part of the template: whoever uses the folder has to send it."""
     described = {"model": str(world.base), "data": {"eval": "preset:skills"}, "train": {"enabled": False}}

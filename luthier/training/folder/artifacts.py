@@ -96,7 +96,7 @@ def saved_stops(model: Path) -> list[int]:
         found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except (ValueError, AttributeError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
+    return [number for number in (found if isinstance(found, list) else [found]) if number is not None and number >= 0]
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
