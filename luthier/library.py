@@ -402,11 +402,15 @@ def _train_prepared(run: RunConfig, callbacks: tuple[TrainerCallback, ...], tell
 
     from luthier.check.selection import Selection
     from luthier.check.show.html import tokens_html
+    from luthier.check.verify.fetched import fault_of_first_batches
     from luthier.training.fit import fit
     from luthier.training.report.report import Report
 
-    found = plan_of(loaded, schedule_of(loaded))
+    schedule = schedule_of(loaded)
+    found = plan_of(loaded, schedule)
     tell(found)
+    if (fault := fault_of_first_batches(loaded, schedule)) is not None:
+        tell(Remark(text=f"{fault}; luthier verify --stored tells more"))
     first = Selection.of_options(row=int(loaded.train.row_ids[0]) + 1, pack=None, batch=None, held_out=False)
     sample = first.views(loaded)
     tell(FirstSample(rows=tuple(sample)))

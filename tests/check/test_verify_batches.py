@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+import luthier
 from luthier.check.verify import Check, VerifyReport
 from luthier.check.verify.batches import BatchJudge, BatchRules
 from luthier.check.verify.run import Side, VerifyOptions, verify
 from luthier.collation.collator import collate_packs
 from luthier.config.schema import RunConfig
+from luthier.library import Remark
 from luthier.loader import reader
 from luthier.loader.numbered_rows import NumberedRows
 from luthier.loader.plan import StreamPlan
@@ -87,7 +89,8 @@ def config_of(tmp_path: Path, vl_folder: Path, media_folder: Path) -> Callable[.
         of_run = {"max_length": 160, **sections.get("data", {}), **more.pop("data", {})}
         data = {"train": str(path), "store": str(tmp_path / "store"), "workers": 0, **of_run}
         model = str(vl_folder) if row is seen else "preset:tiny-qwen3"
-        values = {**sections, "model": model, "data": data, "output": {"dir": str(tmp_path / "out")}, **more}
+        output = {"dir": str(tmp_path / "out"), "overwrite": True}
+        values = {**sections, "model": model, "data": data, "output": output, **more}
         return RunConfig.model_validate(values)
 
     return made
@@ -221,6 +224,26 @@ def test_every_spoilt_batch_is_found(
     assert not report.ok and batches_of(report)[1] > 0
     assert [one.check for one in report.checks if one.violations] == [Check.BATCHES]
     assert report.failed_rows[0].address.startswith(report.failed_rows[0].violations[0].address)
+
+
+def test_training_says_that_its_first_batches_are_not_what_their_rows_say(
+    config_of: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = {"max_steps": 1, "learning_rate": 1e-4}
+    model = {"name_or_path": "preset:tiny-qwen3", "random_init": True}
+    config = config_of("packed", train=short, model=model)
+
+    def remarks() -> list[str]:
+        told: list[object] = []
+        luthier.train(config, on_event=told.append)
+        return [each.text for each in told if isinstance(each, Remark) and "first batches" in each.text]
+
+    assert remarks() == []
+    kind, spoil = FAULTS["targets one token late"]
+    right = BatchReader.to_batch
+    monkeypatch.setattr(BatchReader, "to_batch", lambda self, *rest: spoil(right(self, *rest)))
+    (words,) = remarks()
+    assert kind == "packed" and "of_batches.jsonl" in words and "luthier verify --stored" in words
 
 
 @pytest.mark.parametrize("kind", ["packed", "freely cut", "trees", "drawn answers"])

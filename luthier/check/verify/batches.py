@@ -77,6 +77,7 @@ class BatchJudge:
         features_of: Callable[[Sequence[MediaItem]], Mapping[str, NDArray[np.generic]]] | None = None,
     ) -> None:
         self.rules, self._samples_of, self._features_of = rules, samples_of, features_of
+        self._last: tuple[Address, list[tuple[int, Segment]]] | None = None
 
     def faults(self, batch: Batch) -> Iterator[Violation]:
         """What is not as the rows' samples say; nothing of a segment whose media were lost."""
@@ -116,34 +117,43 @@ class BatchJudge:
             return []
         if self.rules.units is UnitKind.FEEDBACK_KL and own is not None:
             return _with_drawn_answer(own, segment, ids_n, learned, width)
-        runs = [
-            (leaf, run) for sample in self._samples_of(segment.address) for leaf, run in enumerate(sample.segments())
-        ]
         return [
-            self._learned(run, window_n, leaf) for leaf, run in runs for window_n in self._windows(run, ids_n.tolist())
+            self._learned(run, window_n, leaf)
+            for leaf, run in self._runs_of(segment.address)
+            for window_n in self._windows(run, ids_n)
         ]
 
-    def _windows(self, run: Segment, ids: list[int]) -> Iterator[Ints]:
+    def _runs_of(self, address: Address) -> list[tuple[int, Segment]]:
+        """The runs of a row's samples, each with the number of its leaf; those of the row asked about last are kept."""
+        if self._last is None or self._last[0] != address:
+            runs = [run for sample in self._samples_of(address) for run in enumerate(sample.segments())]
+            self._last = address, runs
+        return self._last[1]
+
+    def _windows(self, run: Segment, ids_n: Ints) -> Iterator[Ints]:
         """Where in a run these tokens are, int64[n]: all of it or, of one that is too long, the part that is kept."""
-        own, size = run.input_ids.tolist(), len(ids)
-        if own == ids:
+        own_T, size, count = run.input_ids, len(ids_n), len(run)
+        if count == size and np.array_equal(own_T, ids_n):
             yield np.arange(size)
-        if len(own) <= size or (len(own) <= self.rules.max_length and not self.rules.cut_freely):
+        if count <= size or (count <= self.rules.max_length and not self.rules.cut_freely):
             return
         if not self.rules.units.are_compared:
+            starts = np.arange(count - size + 1)
+            for place in range(min(size, 32)):
+                starts = starts[own_T[starts + place] == ids_n[place]]
             yield from (
                 np.arange(start, start + size)
-                for start in np.flatnonzero(run.input_ids[: len(own) - size + 1] == ids[0]).tolist()
-                if own[start : start + size] == ids
+                for start in starts.tolist()
+                if np.array_equal(own_T[start : start + size], ids_n)
             )
             return
-        ends = {len(own), int(np.max(np.flatnonzero(run.target), initial=-1)) + 1}  # what is compared keeps its end
+        ends = {count, int(np.max(np.flatnonzero(run.target), initial=-1)) + 1}  # what is compared keeps its end
+        alike = int(np.argmin(np.append(own_T[:size] == ids_n, False)))
         for stop in sorted(ends):
-            for head in range(size):
-                if head and own[head - 1] != ids[head - 1]:
-                    break
-                if stop - (size - head) >= head and own[stop - (size - head) : stop] == ids[head:]:
-                    yield np.concatenate([np.arange(head), np.arange(stop - (size - head), stop)])
+            for head in range(min(alike, size - 1) + 1):
+                start = stop - (size - head)
+                if start >= head and np.array_equal(own_T[start:stop], ids_n[head:]):
+                    yield np.concatenate([np.arange(head), np.arange(start, stop)])
 
     def _learned(self, run: Segment, window_n: Ints, leaf: int) -> _SegmentMeant:
         target = run.target[window_n]

@@ -7,18 +7,21 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luthier.check.selection import collation_of
-from luthier.check.verify.batches import PART, BatchRules
+from luthier.check.verify.batches import PART, BatchJudge, BatchRules
 from luthier.config.choices import MixtureBy, Packing
 from luthier.config.schema import RunConfig
 from luthier.errors import BudgetError, RowDropped, RowError, UserError
 from luthier.ledger import Ledger
 from luthier.loader.numbered_rows import NumberedRows
+from luthier.loader.plan import StreamPlan
 from luthier.loader.reader import BatchReader, PlannedMicroBatch
 from luthier.loader.settings import Loaded, eval_settings, media_of, plan_of_run, shares_prompts, units_of
 from luthier.media.families import Features
@@ -30,6 +33,8 @@ from luthier.records import Address, Batch, MediaItem, Row, Sample
 from luthier.sources import RowBytes
 from luthier.sources.origins import resolve_sources
 from luthier.sources.source import Source, open_sources
+
+FIRST_BATCHES, MOST_ENCODED = 2, 20_000  # that training compares; positions of encoders in one of them
 
 
 class SampleMaker(Protocol):
@@ -132,18 +137,18 @@ class RunBatches:
     """The micro-batches of a run's first epoch, or of an evaluation, as one process reads them.
 
     rules       how segments are laid out in them
-    meant       which segments there are, of dtype `PART`
     takes_all   whether `planned` goes to the end of an epoch
     """
 
     takes_all = False
 
-    def __init__(self, loaded: Loaded, *, held_out: bool) -> None:
+    def __init__(self, loaded: Loaded, *, held_out: bool, plan: StreamPlan | None = None) -> None:
+        """``plan``: the run's own, if it is there."""
         config, index = loaded.config, loaded.held_out if held_out else loaded.train
         assert index is not None, "the split has rows"
         self._config, self._index, how = config, index, collation_of(loaded)
-        self._rows = NumberedRows.of_index(index)
-        self._plan = None if held_out else plan_of_run(config, self._rows, num_ranks=1)
+        self._rows = NumberedRows.of_index(index) if plan is None else plan.rows
+        self._plan = None if held_out else plan or plan_of_run(config, self._rows, num_ranks=1)
         media = media_of(config, loaded.encoder.tokenizer.files.folder)
         self._reader = BatchReader(index.prepared.store, how, shared=shares_prompts(config), media=media)
         self.rules = BatchRules(
@@ -154,12 +159,18 @@ class RunBatches:
             cut_freely=config.train.packing is Packing.SPLIT,
             by_axes=media is not None and media.scheme is not None,
         )
+
+    @cached_property
+    def meant(self) -> NDArray[np.void]:
+        """The segments that there are, of dtype `PART`."""
+        index = self._index
         own = slice(None, None, 2 if index.units is UnitKind.FEEDBACK_KL else 1)  # without answers that are drawn
         rows = index.row_ids[own]
-        self.meant = np.zeros(len(rows), dtype=PART)
-        self.meant["source"], self.meant["file"] = index.source_ids[own], index.prepared.file_ids[rows]
-        self.meant["row"], self.meant["leaf"] = index.prepared.row_numbers[rows], index.cuts()[0][own]
-        self.meant["tokens"] = index.lengths[own]
+        meant = np.zeros(len(rows), dtype=PART)
+        meant["source"], meant["file"] = index.source_ids[own], index.prepared.file_ids[rows]
+        meant["row"], meant["leaf"] = index.prepared.row_numbers[rows], index.cuts()[0][own]
+        meant["tokens"] = index.lengths[own]
+        return meant
 
     def planned(self) -> Iterator[PlannedMicroBatch]:
         """Those of an epoch that have rows; fewer where the run ends before."""
@@ -209,6 +220,22 @@ class RunBatches:
         files = [number for number, file in enumerate(rows.files) if file == address.file]
         found = np.flatnonzero((rows.row_numbers == address.row) & np.isin(rows.file_ids, files))
         return [rows[row] for row in found.tolist()]
+
+
+def fault_of_first_batches(loaded: Loaded, plan: StreamPlan) -> str | None:
+    """What the first micro-batches of a run have that its rows do not say, in words; None: nothing.
+
+    Rows that are questions have no such batches, and those with very much to see or to hear are not decoded twice.
+    """
+    if loaded.config.objective.kind.on_policy:
+        return None
+    batches = RunBatches(loaded, held_out=False, plan=plan)
+    judge = BatchJudge(batches.rules, batches.samples_at, batches.features_of)
+    for planned in islice(batches.planned(), FIRST_BATCHES):
+        if int(planned.places["encoder"].sum()) <= MOST_ENCODED:
+            for fault in judge.faults(batches.read(planned)):
+                return f"the first batches are not what their rows say, which is a fault of Luthier: {fault}"
+    return None
 
 
 class TrainingAccount:
