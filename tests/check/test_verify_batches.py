@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from luthier.loader.numbered_rows import NumberedRows
 from luthier.loader.plan import StreamPlan
 from luthier.loader.reader import BatchReader, PlannedMicroBatch
 from luthier.packing import UnitKind
+from luthier.preparation import PreparedSet, segments
 from luthier.records import Address, Batch, Branch, Pack, Sample, Segment, Targets
 
 NUM_ROWS = 24
@@ -262,6 +263,41 @@ def test_a_micro_batch_that_is_lost_or_doubled_is_found(
     words = "never" if 1 not in taken else "2 times"
     found = next(one for one in report.checks if one.check is Check.BATCHES)
     assert (found.rows_failed > 0 and any(words in one.what for one in found.examples)) or kind == "freely cut"
+
+
+def test_a_micro_batch_that_a_later_epoch_loses_is_found(
+    config_of: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = StreamPlan.micro_batches
+
+    def spoilt(self: StreamPlan, rank: int, **rest: Any) -> Iterator[PlannedMicroBatch]:
+        planned = list(right(self, rank, **rest))
+        yield from [*planned[:-2], planned[-1]]
+
+    monkeypatch.setattr(StreamPlan, "micro_batches", spoilt)
+    report = judged(config_of("packed", train={"num_train_epochs": 2}))
+    found = next(one for one in report.checks if one.check is Check.BATCHES)
+    assert found.rows_failed > 0 and all("epoch 2 takes its sequence 1 never" in one.what for one in found.examples)
+
+
+@pytest.mark.parametrize("kind", ["packed", "pairs", "drawn answers"])
+@pytest.mark.parametrize("change", ["a row is lost", "a row is there twice"])
+def test_a_row_that_cutting_loses_or_doubles_is_found(
+    kind: str, change: str, config_of: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = segments.Leaves.of_rows
+
+    def spoilt(prepared: PreparedSet) -> segments.Leaves:
+        found = right(prepared)
+        rows = {"a row is lost": found.row != 3, "a row is there twice": 1 + (found.row == 3)}[change]
+        columns = {each.name: np.repeat(getattr(found, each.name), rows) for each in fields(found)}
+        return segments.Leaves(**columns)
+
+    monkeypatch.setattr(segments, "_check_rows", lambda *_: None)  # which sees that a pair is one
+    monkeypatch.setattr(segments.Leaves, "of_rows", spoilt)
+    report = judged(config_of(kind, data={"max_drop": 0.5}))
+    found = next(one for one in report.checks if one.check is Check.BATCHES)
+    assert found.rows_failed == 1 and "are left to train on" in found.examples[-1].what
 
 
 def test_the_tokens_of_another_row_are_found(

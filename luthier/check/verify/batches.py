@@ -20,6 +20,7 @@ from luthier.writing import counted
 
 CLOSE = 1e-5  # between two ways to the same pixels and sounds
 PART = np.dtype([("source", "<i4"), ("file", "<i4"), ("row", "<i8"), ("leaf", "<i4"), ("tokens", "<i8")])
+_NAMES = ["source", "file", "row", "leaf"]
 BY_LAYOUT = "input_ids", "position_ids", "attention_mask"
 
 
@@ -365,28 +366,52 @@ def _with_drawn_answer(
     ]
 
 
+def cut_faults(
+    meant: NDArray[np.void], leaves: NDArray[np.void], stays: NDArray[np.bool_], address: Callable[[np.void], Address]
+) -> Iterator[Violation]:
+    """Whether of the leaves of rows those that ``stay`` are there whole, and none has more tokens than it had.
+
+    ``meant`` (see `plan_faults`) is what is left of them.
+    """
+    keys, (kept, whole) = _tokens_of(meant, leaves)
+    at = np.zeros(len(keys), dtype=np.bool_)
+    at[np.searchsorted(keys, leaves[_NAMES])] = stays
+    for place in np.flatnonzero((kept > whole) | (at & (kept < whole))).tolist():
+        what = f"{kept[place]} of the {whole[place]} tokens of its sequence {int(keys[place]['leaf']) + 1} are left"
+        yield _fault(address(keys[place]), f"{what} to train on")
+
+
 def plan_faults(
-    planned: NDArray[np.void], meant: NDArray[np.void], address: Callable[[np.void], Address], *, once: bool
+    planned: NDArray[np.void],
+    meant: NDArray[np.void],
+    address: Callable[[np.void], Address],
+    *,
+    once: bool,
+    epoch: int = 0,
 ) -> Iterator[Violation]:
     """Whether an epoch takes every token of every segment ``once``, or those of a row equally often.
 
     Both have the fields of `PART`, one record for each segment, or piece of one.
     """
-    names = ["source", "file", "row", "leaf"]
-    keys, inverse = np.unique(np.concatenate([planned[names], meant[names]]), return_inverse=True)
-    taken = np.bincount(inverse[: len(planned)], weights=planned["tokens"], minlength=len(keys))
-    there = np.bincount(inverse[len(planned) :], weights=meant["tokens"], minlength=len(keys))
+    keys, (taken, there) = _tokens_of(planned, meant)
     times = taken / np.maximum(there, 1)
-    _, rows = np.unique(keys[names[:3]], return_inverse=True)
+    _, rows = np.unique(keys[_NAMES[:3]], return_inverse=True)
     most = np.zeros(rows.max(initial=-1) + 1)
     np.maximum.at(most, rows, times)
     wrong = (times != 1) if once else (times != most[rows]) | (times != np.floor(times))
     for key, count in zip(keys[wrong], times[wrong].tolist(), strict=True):
-        how_often = "never" if count == 0 else f"{count:g} times"
-        yield _fault(
-            address(key),
-            f"an epoch takes its sequence {int(key['leaf']) + 1} {how_often}" + (", and should once" if once else ""),
-        )
+        how_often = ("never" if count == 0 else f"{count:g} times") + (", and should once" if once else "")
+        yield _fault(address(key), f"epoch {epoch + 1} takes its sequence {int(key['leaf']) + 1} {how_often}")
+
+
+def _tokens_of(*parts: NDArray[np.void]) -> tuple[NDArray[np.void], list[Ints]]:
+    """All segments that occur, sorted, and of each how many tokens each of these has of it."""
+    keys, inverse = np.unique(np.concatenate([each[_NAMES] for each in parts]), return_inverse=True)
+    columns = np.split(inverse, np.cumsum([len(each) for each in parts])[:-1])
+    found = [np.zeros(len(keys), dtype=np.int64) for _ in parts]
+    for tokens, column, each in zip(found, columns, parts, strict=True):
+        np.add.at(tokens, column, each["tokens"])
+    return keys, found
 
 
 def _place(segment: _SegmentPlaced) -> str:

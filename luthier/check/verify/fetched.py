@@ -134,13 +134,14 @@ class StoredSamples:
 
 
 class RunBatches:
-    """The micro-batches of a run's first epoch, or of an evaluation, as one process reads them.
+    """The micro-batches of a run, or of an evaluation, as one process reads them.
 
     rules       how segments are laid out in them
-    takes_all   whether `planned` goes to the end of an epoch
+    epoch       that of the micro-batch that `planned` gave last
+    takes_all   once `planned` is through: whether it went to the end of that epoch
     """
 
-    takes_all = False
+    epoch, takes_all = 0, False
 
     def __init__(self, loaded: Loaded, *, held_out: bool, plan: StreamPlan | None = None) -> None:
         """``plan``: the run's own, if it is there."""
@@ -172,21 +173,37 @@ class RunBatches:
         meant["tokens"] = index.lengths[own]
         return meant
 
+    def leaves(self) -> tuple[NDArray[np.void], NDArray[np.bool_]]:
+        """All leaves of all rows, of dtype `PART`, and which of them are short enough to be there whole."""
+        rows, store = self._index.prepared, self._index.prepared.store
+        first = store.leaf_bounds[rows.sample_ids]
+        counts = store.leaf_bounds[rows.sample_ids + 1] - first
+        row = np.repeat(np.arange(len(rows)), counts)
+        number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        stored = first[row] + number
+        found = np.zeros(len(row), dtype=PART)
+        found["source"], found["file"], found["row"] = rows.source_ids[row], rows.file_ids[row], rows.row_numbers[row]
+        found["leaf"], found["tokens"] = number, store.leaf_lengths[stored]
+        stays = (found["tokens"] <= self.rules.max_length) & (store.leaf_targets[stored] > 0)
+        if self.rules.units.are_compared:  # all of a row, or nothing
+            stays = np.bincount(row, weights=~stays, minlength=len(rows))[row] == 0
+        return found, stays
+
     def planned(self) -> Iterator[PlannedMicroBatch]:
-        """Those of an epoch that have rows; fewer where the run ends before."""
+        """Those that have rows, epoch by epoch; each has an ``epoch``, which is whole where ``takes_all`` says so."""
         if self._plan is None:
             plan = plan_epoch(self._rows, eval_settings(self._config), epoch=0)
             yield from (self._rows.of_plan(plan, number, step=0) for number in range(len(plan.planned)))
             self.takes_all = True
             return
-        steps = 0
+        step = 0
         for planned in self._plan.micro_batches(0):
-            if planned.step > steps and self._plan.ends_epoch(planned.step):
-                break
-            steps = planned.step
+            if planned.step > step and self._plan.ends_epoch(planned.step):
+                self.epoch += 1
+            step = planned.step
             if not planned.is_blank:
                 yield planned
-        self.takes_all = self._plan.ends_epoch(steps + 1)
+        self.takes_all = self._plan.ends_epoch(step + 1)
 
     @property
     def takes_all_once(self) -> bool:

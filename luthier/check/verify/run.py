@@ -16,6 +16,7 @@ from enum import StrEnum
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from luthier.check.show.view import RowView, show_sample
 from luthier.check.verify import (
@@ -28,7 +29,7 @@ from luthier.check.verify import (
     VerifyReport,
     Violation,
 )
-from luthier.check.verify.batches import BatchJudge, plan_faults
+from luthier.check.verify.batches import BatchJudge, cut_faults, plan_faults
 from luthier.check.verify.fetched import (
     RunBatches,
     SampleMaker,
@@ -55,6 +56,7 @@ from luthier.writing import counted
 
 ROWS_PER_REPORT = 50  # between two reports of progress
 ROWS_TOGETHER = 16  # encoded at once, as training encodes many
+MOST_PLANNED = 100_000  # micro-batches, after which no further epoch is looked through
 
 
 class Side(StrEnum):
@@ -267,10 +269,15 @@ class _Account:
         loaded = Loaded(config=config, encoder=encoder, prepared=prepared, train=train, held_out=evaluation, seconds=0)
         batches = RunBatches(loaded, held_out=held_out)
         judge = BatchJudge(batches.rules, batches.samples_at, batches.features_of)
-        faults: list[Violation] = []
-        seen, count, decoded = set[str](), 0, 0
-        parts = []
+        faults, once = list[Violation](), batches.takes_all_once
+        seen, count, decoded, epoch = set[str](), 0, 0, 0
+        parts: list[NDArray[np.void]] = []  # of the present epoch
         for number, planned in enumerate(batches.planned()):
+            if batches.epoch > epoch:
+                faults += plan_faults(np.concatenate(parts), batches.meant, batches.address, once=once, epoch=epoch)
+                parts, epoch = [], batches.epoch
+                if number > MOST_PLANNED:
+                    break
             parts.append(batches.parts(planned))
             if number >= options.num_batches or (decoded >= options.num_decoded and planned.places["encoder"].any()):
                 continue
@@ -280,7 +287,8 @@ class _Account:
             faults += judge.faults(batch)
         self.notes["batches compared with their rows"] = count
         if batches.takes_all:
-            faults += plan_faults(np.concatenate(parts), batches.meant, batches.address, once=batches.takes_all_once)
+            faults += plan_faults(np.concatenate(parts), batches.meant, batches.address, once=once, epoch=epoch)
+        faults += cut_faults(batches.meant, *batches.leaves(), batches.address)
         self._count_batches(seen, faults)
 
     def _count_batches(self, seen: set[str], faults: Sequence[Violation]) -> None:
